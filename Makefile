@@ -1,0 +1,94 @@
+# Everything that a developer or the CI runs. The environments are made by the targets that need them, once, and are
+# brought up to date when pyproject.toml changes, made anew when their pins in requirements/ do.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first of these that is Python >= 3.10 makes the environments; `make test PYTHON=python3.12` chooses one.
+PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
+EXTRAS := dev,demo
+# A number of processes, not `auto`: the tests start workers and whole training runs of their own.
+JOBS ?= 2
+# More arguments for pytest: make test PYTEST_ARGS="-k rng -x"
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+NEWEST := .venv/installed.stamp
+OLDEST := .venv-oldest/installed.stamp
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help environment demo test test-all test-slow slow oldest lint types format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+environment: $(NEWEST)  ## make or update .venv
+
+demo: $(NEWEST)  ## train, kill twice, restart, compare; figures and logs in demo-output/
+	$(BIN)/python examples/demo/run.py --output demo-output
+
+test: lint types  ## what has to pass before a commit: lint, types, the fast tests
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+test-all: test test-slow  ## everything: test, then test-slow
+
+test-slow: slow oldest  ## what test-all adds: slow tests, and the fast ones on the oldest supported Lightning
+
+slow: $(NEWEST)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+
+oldest: $(OLDEST)
+	.venv-oldest/bin/python -m pytest -n $(JOBS) -m "not slow" -o cache_dir=.pytest_cache/oldest $(PYTEST_ARGS)
+
+lint: $(NEWEST)  ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(NEWEST)  ## mypy, strict, on the package
+	$(BIN)/mypy
+
+format: $(NEWEST)  ## let ruff format, and mend what it can
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:  ## remove the environments and all that was built or cached
+	rm -rf .venv .venv-oldest demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/torch.stamp: requirements/newest.txt
+	$(make_environment)
+
+.venv-oldest/torch.stamp: requirements/oldest.txt
+	$(make_environment)
+
+$(NEWEST): .venv/torch.stamp pyproject.toml
+	$(call install_package,requirements/newest.txt)
+
+$(OLDEST): .venv-oldest/torch.stamp pyproject.toml
+	$(call install_package,requirements/oldest.txt)
+
+# An empty environment with torch, which goes in first and alone: see requirements/. A name that pyenv offers without
+# an interpreter behind it, or a Python that a distribution ships without venv, is passed over.
+define make_environment
+	@python=""; \
+	for candidate in $(PYTHON); do \
+		if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+			python=$$candidate; break; \
+		fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "No Python >= 3.10 with the venv module found (tried: $(PYTHON))." >&2; \
+		echo "Install one (on Debian and Ubuntu: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python" >&2; \
+		exit 1; \
+	fi; \
+	echo "$(@D): $$($$python --version) ($$python)"; \
+	$$python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -qq "$$(grep '^torch==' $<)"
+	touch $@
+endef
+
+define install_package
+	$(@D)/bin/python -m pip install -qq --constraint $(1) --editable ".[$(EXTRAS)]"
+	touch $@
+endef

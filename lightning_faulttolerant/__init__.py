@@ -1,0 +1,56 @@
+"""Fault-tolerant training for PyTorch Lightning: killed at any moment, run again, it goes on exactly where it was."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_faulttolerant.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FaultToleranceError,
+    FingerprintMismatchError,
+    NotExactError,
+    NoValidCheckpointError,
+    RunInUseError,
+    TrainingStopped,
+    UnsafeCheckpointError,
+    UnsupportedTrainerError,
+)
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.trainer.callback import FaultTolerance
+    from lightning_faulttolerant.trainer.report import ResumeReport
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CheckpointError",
+    "DamagedCheckpointError",
+    "FaultTolerance",
+    "FaultToleranceError",
+    "FingerprintMismatchError",
+    "NoValidCheckpointError",
+    "NotExactError",
+    "ResumeReport",
+    "RunInUseError",
+    "TrainingStopped",
+    "UnsafeCheckpointError",
+    "UnsupportedTrainerError",
+]
+
+# These need Lightning, which takes seconds to import and which the data side works without.
+_LAZY = {
+    "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "ResumeReport": "lightning_faulttolerant.trainer.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,189 @@
+"""Check that each byte of a ``torch.save`` file is as it was written.
+
+A zip file says most things twice, and readers believe one place and ignore the other. Here all of them must agree,
+records must follow one another without a gap, and each record's CRC32 must be right.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from typing import IO
+
+_CHUNK_BYTES = 1024 * 1024
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_CENTRAL_ENTRY_BYTES = 46
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+
+_DESCRIPTOR_FLAG = 0x0008
+_UTF8_FLAG = 0x0800
+_MAX_16_BIT = 0xFFFF
+_MAX_32_BIT = 0xFFFFFFFF
+
+
+def find_damage(file: IO[bytes]) -> str | None:
+    """Read a whole ``torch.save`` file, in chunks of 1 MiB, and say what is wrong with it.
+
+    Args:
+        file: Open for reading, seekable.
+
+    Returns:
+        The reason, to be put behind a colon; None where there is no damage.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+            _check_names(records)
+            _check_records(file, records, directory_offset=archive.start_dir)
+            _check_directory(file, records)
+            _check_end(file, num_records=len(records), directory_offset=archive.start_dir)
+    except _Damage as damage:
+        return str(damage)
+    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
+        return f"it is not a complete zip file ({error})"
+    return None
+
+
+class _Damage(Exception):  # noqa: N818 - never leaves this module, it is the answer of find_damage
+    """What is wrong with the file."""
+
+
+def _demand(condition: bool, reason: str) -> None:
+    if not condition:
+        raise _Damage(reason)
+
+
+def _check_names(records: list[zipfile.ZipInfo]) -> None:
+    prefixes = {record.filename.split("/")[0] for record in records}
+    names = {record.filename.split("/", 1)[-1] for record in records}
+    _demand(len(prefixes) == 1, f"its records belong to several archives: {sorted(prefixes)}")
+    _demand({"data.pkl", "version"} <= names, f"it was not written by torch.save: its records are {sorted(names)}")
+
+
+def _check_records(file: IO[bytes], records: list[zipfile.ZipInfo], *, directory_offset: int) -> None:
+    file.seek(0)
+    ends = [record.header_offset for record in records[1:]] + [directory_offset]
+    for record, end in zip(records, ends, strict=True):
+        _demand(file.tell() == record.header_offset, f"there is a gap before record {record.filename}")
+        _check_central_entry(record)
+        _check_local_header(file, record)
+        _check_content(file, record)
+        _check_descriptor(file, record, num_bytes=end - file.tell())
+
+
+def _check_central_entry(record: zipfile.ZipInfo) -> None:
+    # These say nothing about the content and stand in one place only, but a flip in some makes torch refuse the file.
+    # torch has always written zeros.
+    unused = (record.create_system, record.create_version, record.volume, record.internal_attr, record.external_attr)
+    _demand(not any(unused) and not record.comment, f"the directory entry of record {record.filename} is damaged")
+    _demand(
+        record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size,
+        f"record {record.filename} is compressed, which torch.save never does",
+    )
+
+
+def _check_local_header(file: IO[bytes], record: zipfile.ZipInfo) -> None:
+    header = _LOCAL_HEADER.unpack(_read(file, _LOCAL_HEADER.size))
+    signature, version, flags, method, time, date, crc, size, uncompressed_size, name_bytes, extra_bytes = header
+    name = _read(file, name_bytes)
+    _read(file, extra_bytes)
+    sizes = {(0, 0, 0), (0, _MAX_32_BIT, _MAX_32_BIT)} if flags & _DESCRIPTOR_FLAG else set()
+    sizes |= {(record.CRC, record.file_size, record.file_size)}
+    agrees = (
+        signature == b"PK\x03\x04"
+        and name == _name_bytes(record)
+        and version | record.reserved << 8 == record.extract_version
+        and (flags, method) == (record.flag_bits, record.compress_type)
+        and (time, date) == _dos_time(record)
+        and (crc, size, uncompressed_size) in sizes
+    )
+    _demand(agrees, f"the header of record {record.filename} differs from the directory at the end of the file")
+
+
+def _dos_time(record: zipfile.ZipInfo) -> tuple[int, int]:
+    year, month, day, hour, minute, second = record.date_time
+    return hour << 11 | minute << 5 | second // 2, (year - 1980) << 9 | month << 5 | day
+
+
+def _check_content(file: IO[bytes], record: zipfile.ZipInfo) -> None:
+    crc, num_left = 0, record.file_size
+    while num_left:
+        chunk = _read(file, min(num_left, _CHUNK_BYTES))
+        crc = zlib.crc32(chunk, crc)
+        num_left -= len(chunk)
+    _demand(
+        crc == record.CRC,
+        f"record {record.filename} has CRC32 {crc:08x}, it was written with {record.CRC:08x} (or it was written "
+        "without any: another possible cause is torch.serialization.set_crc32_options(False) when it was saved)",
+    )
+
+
+def _check_descriptor(file: IO[bytes], record: zipfile.ZipInfo, *, num_bytes: int) -> None:
+    small, large = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+    expected = (b"PK\x07\x08", record.CRC, record.file_size, record.file_size)
+    if not record.flag_bits & _DESCRIPTOR_FLAG:
+        agrees = num_bytes == 0
+    elif num_bytes in (small.size, large.size):
+        layout = small if num_bytes == small.size else large
+        agrees = layout.unpack(_read(file, num_bytes)) == expected
+    else:
+        agrees = False
+    _demand(agrees, f"what follows the content of record {record.filename} is damaged")
+
+
+def _check_directory(file: IO[bytes], records: list[zipfile.ZipInfo]) -> None:
+    for record in records:
+        entry, name = _read(file, _CENTRAL_ENTRY_BYTES), _name_bytes(record)
+        # zipfile takes a name that the end of the directory cuts short for complete, torch refuses the file.
+        lengths = struct.unpack_from("<3H", entry, 28)
+        _demand(lengths == (len(name), len(record.extra), 0), f"the directory entry of {record.filename} is damaged")
+        file.seek(len(name) + len(record.extra), os.SEEK_CUR)
+
+
+def _name_bytes(record: zipfile.ZipInfo) -> bytes:
+    return record.orig_filename.encode("utf-8" if record.flag_bits & _UTF8_FLAG else "cp437")
+
+
+def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> None:
+    end_offset = file.tell()
+    num_left = file.seek(0, os.SEEK_END) - end_offset
+    file.seek(end_offset)
+    counts = (num_records, num_records, end_offset - directory_offset, directory_offset)
+    if num_left == _END64.size + _END64_LOCATOR.size + _END.size:
+        signature, size, _, version, *disks_and_counts = _END64.unpack(_read(file, _END64.size))
+        _demand(
+            (signature, size, version >= 45, *disks_and_counts) == (b"PK\x06\x06", 44, True, 0, 0, *counts)
+            and _END64_LOCATOR.unpack(_read(file, _END64_LOCATOR.size)) == (b"PK\x06\x07", 0, end_offset, 1),
+            "the end of its zip directory is damaged",
+        )
+        num_left = _END.size
+    expected = (b"PK\x05\x06", 0, 0, *_capped(counts), 0)
+    _demand(
+        num_left == _END.size and _END.unpack(_read(file, _END.size)) == expected,
+        "the end of its zip directory is damaged, or something stands behind it",
+    )
+
+
+def _capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    num_here, num_records, num_bytes, offset = counts
+    return (
+        min(num_here, _MAX_16_BIT),
+        min(num_records, _MAX_16_BIT),
+        min(num_bytes, _MAX_32_BIT),
+        min(offset, _MAX_32_BIT),
+    )
+
+
+def _read(file: IO[bytes], num_bytes: int) -> bytes:
+    data = file.read(num_bytes)
+    _demand(len(data) == num_bytes, "it ends too early")
+    return data

@@ -1,0 +1,169 @@
+"""Let one process at a time write into the directory of a run.
+
+Whoever dies, however it dies, holds the lock no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from lightning_faulttolerant.checkpoint.atomic import make_directory
+from lightning_faulttolerant.errors import RunInUseError
+
+if sys.platform != "win32":
+    import fcntl
+
+_logger = logging.getLogger(__name__)
+
+_LOCK_NAME = "run.lock"
+
+# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it: so
+# this process must know what it holds, and never open such a file again. The value is the process id: after a fork the
+# child has a copy of the entry, but not the lock.
+_holders: dict[str, int] = {}
+_holders_lock = threading.Lock()
+
+
+@final
+class RunLock:
+    """Keeps other processes, and other ``RunLock`` objects of this one, out of a run's directory.
+
+    The lock is ``run.lock`` in the directory, with the holder's host name and process id for the error message; it is
+    removed on release. Where the file system can't lock, a warning is logged and the run goes on unprotected.
+
+    Args:
+        directory: The directory of the run; made on ``acquire`` if it is missing.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory, RunLock(Path(directory)) as lock:
+        ...     lock.is_held
+        True
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+        self._key = ""
+        self._descriptor = -1
+        self._process_id: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock in this process; False in a forked child of the holder."""
+        return self._process_id == os.getpid()
+
+    def acquire(self) -> None:
+        """Take the lock, or fail at once; there is no waiting.
+
+        Raises:
+            RunInUseError: If it is held, by another process or within this one.
+            OSError: If the directory can't be written.
+        """
+        make_directory(self.directory)
+        key = os.path.realpath(self.directory)
+        with _holders_lock:
+            if _holders.get(key) == os.getpid():
+                raise RunInUseError(_describe_holder(self.directory, socket.gethostname(), os.getpid()))
+            descriptor = _open_locked(self.directory)
+            self._key, self._descriptor, self._process_id = key, descriptor, os.getpid()
+            _holders[key] = os.getpid()
+
+    def release(self) -> None:
+        """Give the lock back; does nothing where this object does not hold it, such as in a forked child."""
+        if not self.is_held:
+            return
+        with _holders_lock:
+            # Removed while still locked: who waits at the old file sees that it is gone and takes the new one.
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._key, _LOCK_NAME))
+            os.close(self._descriptor)
+            self._process_id = None
+            del _holders[self._key]
+
+    def __enter__(self) -> RunLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _open_locked(directory: Path) -> int:
+    path = directory / _LOCK_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, directory)
+            if _is_still_at(path, descriptor):
+                _write_holder(descriptor)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    if sys.platform == "win32":
+        _warn_unprotected(directory, "there are no POSIX locks on Windows")
+        return
+    try:
+        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive a main process
+        # that was killed with SIGKILL. A flock would be held on by them, and the restarted run be refused; a record
+        # lock belongs to the process that took it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            _warn_unprotected(directory, str(error))
+            return
+        hostname, process_id = _read_holder(descriptor)
+        raise RunInUseError(_describe_holder(directory, hostname, process_id)) from error
+
+
+def _warn_unprotected(directory: Path, reason: str) -> None:
+    _logger.warning(
+        "Can't lock %s (%s). Training goes on; make sure yourself that no second run writes there.", directory, reason
+    )
+
+
+def _is_still_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = json.dumps({"hostname": socket.gethostname(), "process_id": os.getpid()})
+    os.truncate(descriptor, 0)
+    os.write(descriptor, holder.encode())
+
+
+def _read_holder(descriptor: int) -> tuple[str, int | None]:
+    try:
+        holder = json.loads(os.read(descriptor, 4096))
+        return str(holder["hostname"]), int(holder["process_id"])
+    except (ValueError, KeyError, TypeError):  # it has the lock, but has not written its name yet
+        return "an unknown host", None
+
+
+def _describe_holder(directory: Path, hostname: str, process_id: int | None) -> str:
+    who = f"process {process_id} on {hostname}" if process_id is not None else f"a process on {hostname}"
+    if process_id == os.getpid() and hostname == socket.gethostname():
+        who += " (this one)"
+    return (
+        f"{directory} is in use by {who}. Two runs in one directory would overwrite each other's checkpoints. "
+        "Wait for that run, stop it, or give this one another directory or run id."
+    )

@@ -1,0 +1,71 @@
+"""Every error that this package raises, in one tree.
+
+::
+
+    FaultToleranceError (RuntimeError)
+    ├── CheckpointError             something is wrong with files
+    │   ├── DamagedCheckpointError      a file does not verify
+    │   ├── NoValidCheckpointError      there are autosaves, but none verifies
+    │   ├── UnsafeCheckpointError       a key would not load with weights_only=True
+    │   └── RunInUseError               another process writes into this run's directory
+    ├── NotExactError               something can't be captured or restored exactly
+    │   └── FingerprintMismatchError    the run that resumes is not the run that saved
+    └── UnsupportedTrainerError     the Trainer is one that this package can't serve
+
+    TrainingStopped (SystemExit)    a signal or a deadline ended the run, after a save
+
+``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is made.
+"""
+
+from __future__ import annotations
+
+
+class FaultToleranceError(RuntimeError):
+    """Base of all errors of this package."""
+
+
+class CheckpointError(FaultToleranceError):
+    """Something is wrong with the files of a run."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint file does not verify: it is truncated, or a record's checksum is wrong."""
+
+
+class NoValidCheckpointError(CheckpointError):
+    """There are autosaves, but none of them verifies."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A checkpoint holds a key that would not load again with ``weights_only=True``."""
+
+
+class RunInUseError(CheckpointError):
+    """Another process writes into the directory of this run."""
+
+
+class NotExactError(FaultToleranceError):
+    """Something can't be captured or restored exactly, and ``strict`` is on."""
+
+
+class FingerprintMismatchError(NotExactError):
+    """The run that resumes differs from the run that saved: other data, model, optimizer or arguments."""
+
+
+class UnsupportedTrainerError(FaultToleranceError):
+    """The Trainer, or what it was set up with, is not one that this package can serve."""
+
+
+class TrainingStopped(SystemExit):
+    """The run was stopped from outside after its state was saved; nothing behind ``fit`` runs.
+
+    It is a ``SystemExit``, so that the process ends with the exit code that its surroundings expect
+    (128 + the signal's number: 143 for SIGTERM, 130 for SIGINT) and without a traceback.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason} (exit code {self.code})"

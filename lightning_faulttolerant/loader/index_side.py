@@ -1,0 +1,268 @@
+"""What happens in the main process: the index sampler is passed through, and where it is can be said and resumed.
+
+A sampler's order follows from the random states in which it is started. They are recorded when an epoch's iteration
+begins; to resume, they are put back, the sampler is started again and its first batches are skipped by index alone.
+Batches that were handed out to workers but not consumed are kept as they are and handed out again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
+
+# At these batches it is looked at whether the sampler draws while it goes on, rather than only when it starts.
+_DRAW_PROBES = (1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The random states that a sampler may draw from, at one instant."""
+
+    rng: Mapping[str, bytes]
+    held: Mapping[str, bytes]
+    sampler_epochs: list[int | None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moment as plain dicts."""
+        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": self.sampler_epochs}
+
+
+@dataclass(kw_only=True, slots=True)
+class IndexRecord:
+    """Where one iteration over the index sampler is.
+
+    ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
+    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out.
+    """
+
+    first_batch: int = 0
+    handed_out: int = 0
+    birth: Moment | None = None
+    start: Moment | None = None
+    first: Moment | None = None
+    draws: bool = False
+    recent: deque[Any] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexPlan:
+    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers."""
+
+    birth: Moment | None
+    start: Moment | None = None
+    first: Moment | None = None
+    position: int = 0
+    handed_out: int = 0
+    draws: bool = False
+    recent: tuple[Any, ...] = ()
+
+
+class IndexSide:
+    """Stands in for the index sampler of a loader (its ``batch_sampler``, or its ``sampler`` without batching).
+
+    Args:
+        sampler: The loader's own; every attribute is looked up on it.
+        held: Generators that the sampler may draw from besides the global ones.
+        window: How many of the batches last handed out are kept.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int) -> None:
+        self._sampler = sampler
+        self._held = held
+        self._window = window
+        self._plan: IndexPlan | None = None
+        self._birth: Moment | None = None
+        self._is_begun = False
+        self._iterator: _IndexIterator | None = None
+        self.record = IndexRecord()
+        self.notes: list[str] = []
+        self.strict = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_sampler" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]  # a sampler without a length raises the TypeError expected
+
+    def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
+        """Get ready for the next iteration."""
+        self._plan = plan
+        if new_workers:
+            self._birth = None
+        self._is_begun = True
+        self._iterator = None
+        self.record = IndexRecord(first_batch=0 if plan is None else plan.position, recent=deque(maxlen=self._window))
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_begun:
+            raise NotExactError(
+                "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
+                " followed. Let it call super().__iter__()."
+            )
+        now = self.moment()
+        # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
+        # starts the iterator that is used.
+        if self._birth is None:
+            self._birth = now
+            if self._plan is not None and self._plan.birth is not None:
+                self._birth = self._plan.birth
+                self.restore(self._birth)
+        self.record.birth = self._birth
+        if self._plan is None or self.record.start is None:
+            self.record.start = now
+        self._iterator = _IndexIterator(self, iter(self._sampler))
+        return self._iterator
+
+    def ensure_open(self) -> None:
+        """Bring the iterator to its position now rather than when the first index is drawn."""
+        self._is_begun = False
+        if self._iterator is not None:
+            self._iterator.open()
+
+    def moment(self) -> Moment:
+        """Return the random states of this instant."""
+        epochs = [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
+        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=epochs)
+
+    def open(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator to draw from, called right before the first index is drawn."""
+        plan, self._plan = self._plan, None
+        record = self.record
+        if plan is None:
+            record.first = self.moment()
+            return indices
+        if plan.start is None or plan.first is None:
+            assert record.start is not None
+            self.restore(record.start)
+            indices = iter(self._sampler)
+            record.first = self.moment()
+            return indices
+        self.restore(plan.start)
+        indices = iter(self._sampler)
+        self.restore(plan.first)
+        record.start, record.first, record.draws = plan.start, plan.first, plan.draws
+        record.handed_out = plan.position
+        return self._skip(indices, plan)
+
+    def probe_draws(self, indices: Iterator[Any]) -> Any:
+        """Draw the next batch and note whether the sampler drew random numbers for it."""
+        before = self.moment()
+        batch = next(indices)
+        self.record.draws = self.record.draws or self.moment() != before
+        return batch
+
+    def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        known = plan.handed_out - len(plan.recent)
+        deque(islice(indices, known), maxlen=0)
+        replayed = list(islice(indices, len(plan.recent)))
+        if pack_indices(replayed) != pack_indices(list(plan.recent)):
+            self._differs(plan)
+        again = plan.recent[plan.position - known :]
+        return _chain(again, indices)
+
+    def _differs(self, plan: IndexPlan) -> None:
+        name = type(self._sampler).__name__
+        if plan.draws:
+            self.notes.append(
+                f"{name} draws random numbers between batches: the batches that were handed out are handed out again,"
+                " and it goes on drawing from the restored generators. That is exact if it remembers nothing else."
+            )
+            return
+        message = (
+            f"Started again from the same random states, {name} gives other indices than it gave before batch"
+            f" {plan.handed_out}: it keeps a state of its own, for instance a counter in __iter__, or its data set or"
+            " arguments changed. The order of samples would differ from the uninterrupted run. Give it"
+            " `set_epoch`, or derive its order from a generator; or pass strict=False."
+        )
+        if self.strict:
+            raise NotExactError(message)
+        _log.warning(message)
+        self.notes.append(message)
+
+    def restore(self, moment: Moment) -> None:
+        """Put the random states back to those of `moment`."""
+        set_rng_state(moment.rng)
+        self._held.load_state_dict(moment.held)
+        for sampler, epoch in zip(self._samplers_with_epoch(), moment.sampler_epochs, strict=False):
+            if epoch is not None:
+                sampler.set_epoch(epoch)
+
+    def _samplers_with_epoch(self) -> list[Any]:
+        chain = (self._sampler, getattr(self._sampler, "sampler", None))
+        return [s for s in chain if callable(getattr(s, "set_epoch", None))]
+
+
+class _IndexIterator(Iterator[Any]):
+    """Passes on what the sampler gives, and counts."""
+
+    def __init__(self, side: IndexSide, indices: Iterator[Any]) -> None:
+        self._side = side
+        self._record = side.record
+        self._indices = indices
+        self._is_open = False
+
+    def open(self) -> None:
+        """Bring the sampler to its position, once."""
+        if not self._is_open:
+            self._is_open = True
+            self._indices = self._side.open(self._indices)
+
+    def __next__(self) -> Any:
+        self.open()
+        record = self._record
+        probe = record.handed_out - record.first_batch in _DRAW_PROBES and not record.draws
+        batch = self._side.probe_draws(self._indices) if probe else next(self._indices)
+        record.handed_out += 1
+        record.recent.append(batch)
+        return batch
+
+
+def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
+    """Return the plan to resume at batch `position` from what `record_state` gave."""
+    return IndexPlan(
+        birth=_moment(state["birth"]),
+        start=_moment(state["start"]),
+        first=_moment(state["first"]),
+        position=position,
+        handed_out=state["handed_out"],
+        draws=state["draws"],
+        recent=tuple(unpack_indices(state["recent"])),
+    )
+
+
+def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
+    """Return the plan for a new iteration whose workers are to go on from where they were."""
+    return IndexPlan(birth=_moment(state["birth"]))
+
+
+def record_state(record: IndexRecord) -> dict[str, Any]:
+    """Return a record as plain dicts, lists and tensors."""
+    moments = {name: getattr(record, name) for name in ("birth", "start", "first")}
+    return {
+        **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
+        "handed_out": record.handed_out,
+        "draws": record.draws,
+        "recent": pack_indices(list(record.recent)),
+    }
+
+
+def _moment(state: Mapping[str, Any] | None) -> Moment | None:
+    return None if state is None else Moment(**state)
+
+
+def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from again
+    yield from rest

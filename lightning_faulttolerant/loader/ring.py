@@ -1,0 +1,107 @@
+"""Shared memory in which the data-loading workers of one iterator leave their states, batch by batch.
+
+Each worker has slots of its own and writes only those; the main process reads only when it saves. A slot is found by
+the number of batches that the worker has fetched, and holds that number, so a slot that is not written yet, or that
+was written over, is told from the right one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from typing import Any
+
+import torch
+
+_WORKER_HEADER = struct.Struct("<qq")  # process id of the worker; 1 once the main process wants it gone
+_SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
+_EMPTY = -1
+_WAIT_SECONDS = 5.0
+
+
+class WorkerRing:
+    """States of `num_workers` workers, the last `num_slots` of each, at most `slot_bytes` long.
+
+    The memory is a shared tensor: it passes to forked workers as it is, and to spawned ones by file descriptor.
+    """
+
+    def __init__(self, *, num_workers: int, num_slots: int, slot_bytes: int) -> None:
+        self.num_workers = num_workers
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes + _SLOT_HEADER.size
+        self._bytes: memoryview | None = None
+        self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8).share_memory_()
+        for worker in range(num_workers):
+            for slot in range(num_slots):
+                self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))
+
+    @property
+    def _worker_bytes(self) -> int:
+        return _WORKER_HEADER.size + self.num_slots * self.slot_bytes
+
+    def _slot_offset(self, worker: int, count: int) -> int:
+        return worker * self._worker_bytes + _WORKER_HEADER.size + (count % self.num_slots) * self.slot_bytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_bytes": None}  # addresses differ in another process
+
+    def _view(self, offset: int, length: int) -> memoryview:
+        if self._bytes is None:
+            self._bytes = _bytes_of(self._memory)
+        return self._bytes[offset : offset + length]
+
+    def _write(self, offset: int, data: bytes) -> None:
+        self._view(offset, len(data))[:] = data
+
+    # In a worker.
+
+    def register(self, worker: int, process_id: int) -> None:
+        """Note the process id of a worker that starts."""
+        self._write(worker * self._worker_bytes, struct.pack("<q", process_id))
+
+    def put(self, worker: int, count: int, state: bytes) -> None:
+        """Leave the state in which `worker` is after `count` batches."""
+        offset = self._slot_offset(worker, count)
+        # The count goes in last, so that a half-written slot is never taken for a whole one.
+        self._write(offset, _SLOT_HEADER.pack(_EMPTY, len(state)))
+        if _SLOT_HEADER.size + len(state) <= self.slot_bytes:
+            self._write(offset + _SLOT_HEADER.size, state)
+        self._write(offset, struct.pack("<q", count))
+
+    def is_closing(self, worker: int) -> bool:
+        """Return whether the main process wants this worker gone."""
+        return bool(_WORKER_HEADER.unpack(self._view(worker * self._worker_bytes, _WORKER_HEADER.size))[1])
+
+    # In the main process.
+
+    def get(self, worker: int, count: int) -> bytes:
+        """Return the state in which `worker` was after `count` batches.
+
+        Raises:
+            LookupError: If the slot was written over, never written, or too small for the state.
+        """
+        offset = self._slot_offset(worker, count)
+        deadline = time.monotonic() + _WAIT_SECONDS
+        written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
+        while written < count and time.monotonic() < deadline:  # batches handed out, not fetched yet
+            time.sleep(0.001)
+            written, length = _SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))
+        if written != count:
+            raise LookupError(f"worker {worker} has no state after {count} batches in its ring (found {written})")
+        if _SLOT_HEADER.size + length > self.slot_bytes:
+            raise LookupError(f"worker {worker}'s state has {length} bytes, its slots have {self.slot_bytes}")
+        return bytes(self._view(offset + _SLOT_HEADER.size, length))
+
+    def close(self) -> list[int]:
+        """Tell the workers that they are to end; return the process ids of those that have started."""
+        process_ids = []
+        for worker in range(self.num_workers):
+            offset = worker * self._worker_bytes
+            self._write(offset + 8, struct.pack("<q", 1))
+            process_ids.append(struct.unpack("<q", self._view(offset, 8))[0])
+        return [process_id for process_id in process_ids if process_id]
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")

@@ -1,0 +1,263 @@
+"""A copy of a user's ``DataLoader`` that can say where it is, as a state, and go on from there.
+
+The copy is an instance of the user's class and shares the data set and the samplers; the user's own loader is never
+modified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import multiprocessing
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
+from lightning_faulttolerant.state.generators import HeldGenerators
+
+_SLACK_BYTES = 24_576  # for generators that a data set makes only when it is first used
+_SPARE_SLOTS = 5
+_HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
+
+
+def why_not_exact(loader: object) -> str | None:
+    """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its data set is iterable, which is not supported yet"
+    if hasattr(loader, "state_dict"):
+        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
+    if not getattr(loader, "in_order", True):
+        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
+    if getattr(loader, "_iterator", None) is not None:
+        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return "its sampler has no length, which is not supported yet"
+    return None
+
+
+_TRACKER = "fault_tolerance_tracker"
+
+
+class _Tracked(DataLoader[Any]):
+    """Stands between a user's class and torch's, where ``super().__iter__()`` of the user's class arrives.
+
+    There a new iterator is really made, also when the user's ``__iter__`` is a generator that runs later.
+    """
+
+    def __iter__(self) -> Any:
+        tracker: TrackedLoader = vars(self)[_TRACKER]
+        return tracker.iterate(super().__iter__)
+
+
+@functools.cache
+def _tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    bases = (_Tracked,) if user_class is DataLoader else (user_class, _Tracked)
+    namespace = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+    return type(user_class.__name__, bases, namespace)
+
+
+class TrackedLoader:
+    """Follows a `DataLoader` through its iterations.
+
+    Args:
+        loader: The user's loader; `why_not_exact` must be ``None`` for it.
+        default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, default_worker_init: Callable[[int], None] | None = None) -> None:
+        self.num_workers = loader.num_workers
+        self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
+        self._unused_state: dict[str, Any] | None = None
+        self._ring: WorkerRing | None = None
+        self._fetched_before = [0] * self.num_workers
+        self._resumed_states: list[WorkerState] | None = None
+        self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
+        self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
+        self.index_side = IndexSide(
+            loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
+            held=self.held,
+            window=self._in_flight + self.num_workers + 1,
+        )
+        self._worker_side: WorkerSide | None = None
+        if self.num_workers:
+            self._worker_side = WorkerSide(
+                collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, default_init=default_worker_init
+            )
+            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES
+        self._loader: weakref.ref[DataLoader[Any]] | None = None
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The copy that is followed; it holds this object, not the other way round, so that no cycle keeps workers."""
+        loader = self._loader() if self._loader is not None else None
+        if loader is None:
+            raise ReferenceError("the loader that was followed is gone")
+        return loader
+
+    def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the copy of the user's `loader` that is followed."""
+        tracked = copy.copy(loader)
+        tracked.__class__ = _tracked_class(type(loader))
+        # `DataLoader.__setattr__` refuses a new sampler after construction.
+        vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
+        vars(tracked)[_TRACKER] = self
+        if self._worker_side is not None:
+            tracked.collate_fn = self._worker_side.collate
+            tracked.worker_init_fn = self._worker_side.init
+        self._loader = weakref.ref(tracked)
+        return tracked
+
+    @property
+    def _has_living_workers(self) -> bool:
+        return self.loader.persistent_workers and getattr(self.loader, "_iterator", None) is not None
+
+    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make torch's iterator for a new iteration, resumed where `load_state_dict` said so.
+
+        Resuming leaves the random generators of this process as they were found.
+        """
+        (plan, states, drop), self._plan = self._plan or (None, None, 0), None
+        self._unused_state = None
+        self._begin(plan, states)
+        before = self.index_side.moment() if plan is not None and plan.start is not None else None
+        iterator = make_iterator()
+        if before is not None:
+            self.index_side.ensure_open()
+            for _ in range(drop):
+                next(iterator)
+            self.index_side.restore(before)
+        return iterator
+
+    def _begin(self, plan: IndexPlan | None, states: list[WorkerState] | None) -> None:
+        if self.num_workers and self._has_living_workers:
+            self._fetched_before = self._fetched()
+        elif self.num_workers:
+            self._make_ring(states)
+        self.index_side.begin(plan, new_workers=not self._has_living_workers)
+
+    def _make_ring(self, states: list[WorkerState] | None) -> None:
+        assert self._worker_side is not None
+        if self._ring is not None:
+            self._ring.close()
+        slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
+        self._ring = WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
+        self._worker_side.ring = self._ring
+        self._worker_side.resume_from = self._resumed_states = states
+        self._fetched_before = [0] * self.num_workers
+
+    def _fetched(self) -> list[int]:
+        """Return how many batches each worker was given since it was made."""
+        record = self.index_side.record
+        given = record.handed_out - record.first_batch
+        return [
+            before + max(0, -((worker - given) // self.num_workers))
+            for worker, before in enumerate(self._fetched_before)
+        ]
+
+    def state_dict(self, consumed: int | None) -> dict[str, Any]:
+        """Return the position.
+
+        Args:
+            consumed: How many batches of the iteration that is under way have been used; ``None`` between iterations.
+
+        Raises:
+            NotExactError: If a worker's state of that position is not there.
+        """
+        if self._unused_state is not None:  # resumed, and not iterated since: still where it was
+            return self._unused_state
+        if consumed is None:
+            workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
+            record = record_state(self.index_side.record) if workers is not None else None
+            return {"consumed": None, "record": record, "workers": workers}
+        record = self.index_side.record
+        counts = None
+        if self.num_workers:
+            # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
+            rounds = (consumed - record.first_batch) // self.num_workers
+            counts = [before + rounds for before in self._fetched_before]
+        workers = None if counts is None or self._starts_fresh(counts) else self._worker_states(counts)
+        return {"consumed": consumed, "record": record_state(record), "workers": workers}
+
+    def _starts_fresh(self, counts: list[int]) -> bool:
+        # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
+        return not any(counts) and self._resumed_states is None
+
+    def _worker_states(self, counts: list[int]) -> list[WorkerState]:
+        assert self._ring is not None
+        if not any(counts) and self._resumed_states is not None:
+            return self._resumed_states
+        try:
+            return [unpack_worker_state(self._ring.get(worker, count)) for worker, count in enumerate(counts)]
+        except LookupError as error:
+            raise NotExactError(
+                f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+                " samples could not go on exactly."
+            ) from error
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from a position of `state_dict`."""
+        self._unused_state = dict(state_dict)
+        record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        if record is None:
+            return
+        if self.loader.persistent_workers:
+            self._forget_iterator()
+        if consumed is None:
+            self._plan = (birth_plan(record), workers, 0)
+            return
+        drop = consumed % self.num_workers if self.num_workers else 0
+        self._plan = (plan_from_state(record, consumed - drop), workers, drop)
+
+    def _forget_iterator(self) -> None:
+        vars(self.loader)["_iterator"] = None
+
+    def release_workers(self) -> None:
+        """Let the workers follow a termination again: nobody needs them any more."""
+        if self._ring is not None:
+            self._ring.close()
+
+    def close_workers(self, *, timeout_seconds: float = 0.5) -> None:
+        """End the workers that are still there: those that don't follow a request within the time are killed."""
+        process_ids = self._ring.close() if self._ring is not None else []
+        children = {child.pid: child for child in multiprocessing.active_children()}
+        workers = [children[process_id] for process_id in process_ids if process_id in children]
+        if not workers:
+            return
+        # torch's handler of SIGCHLD raises in the main process when a worker is killed.
+        with _default_sigchld():
+            for worker in workers:
+                worker.terminate()
+            deadline = time.monotonic() + timeout_seconds
+            for worker in workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+                if worker.is_alive() and worker.pid is not None:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    worker.join(timeout_seconds)
+
+
+@contextlib.contextmanager
+def _default_sigchld() -> Iterator[None]:
+    """Let children die unnoticed."""
+    try:
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except (ValueError, AttributeError):  # not the main thread, or no such signal here
+        handler = None
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGCHLD, handler)

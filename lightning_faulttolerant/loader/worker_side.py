@@ -1,0 +1,123 @@
+"""What happens in a data-loading worker: its random state is left in the ring after each batch, and put back on resume.
+
+A worker fetches batches ahead of their use, so its state *now* is of no use to a checkpoint; the ring holds the states
+after each of the last batches, from which the main process picks the one that belongs to its position.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+WorkerState = dict[str, dict[str, bytes]]
+
+_IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
+
+
+class WorkerSide:
+    """Stands in for the ``collate_fn`` and the ``worker_init_fn`` of a loader with workers.
+
+    Both are methods of one object, so that they are still one object in a spawned worker.
+
+    Args:
+        collate_fn: The loader's own.
+        worker_init_fn: The loader's own, or ``None``.
+        default_init: Called in place of a missing `worker_init_fn`.
+    """
+
+    def __init__(
+        self,
+        *,
+        collate_fn: Callable[[Any], Any],
+        worker_init_fn: Callable[[int], None] | None,
+        default_init: Callable[[int], None] | None,
+    ) -> None:
+        self._collate_fn = collate_fn
+        self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
+        self.ring: WorkerRing | None = None
+        self.resume_from: Sequence[WorkerState] | None = None
+        self._worker = -1
+        self._count = 0
+        self._held: HeldGenerators | None = None
+
+    def init(self, worker_id: int) -> None:
+        """Set up a worker that has just started: signals, the user's own function, then the state to go on from."""
+        assert self.ring is not None
+        self._worker = worker_id
+        self.ring.register(worker_id, os.getpid())
+        self._handle_signals()
+        if self._init_fn is not None:
+            self._init_fn(worker_id)
+        self._held = HeldGenerators(self._roots())
+        if self.resume_from is not None:
+            _load_worker_state(self.resume_from[worker_id], self._held)
+        self._leave_state()
+
+    def collate(self, samples: Any) -> Any:
+        """Collate a batch as the user's function does, then leave the worker's state in the ring."""
+        batch = self._collate_fn(samples)
+        if self._worker >= 0:
+            self._count += 1
+            self._leave_state()
+        return batch
+
+    def state_bytes(self, dataset: Any) -> int:
+        """Return about how long a worker's state will be, from the main process's copy of the data set."""
+        held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn})
+        return len(_pack(held))
+
+    def _roots(self) -> Mapping[str, Any]:
+        info = get_worker_info()
+        return {"dataset": None if info is None else info.dataset, "collate_fn": self._collate_fn}
+
+    def _leave_state(self) -> None:
+        assert self.ring is not None
+        assert self._held is not None
+        # Objects often make their generator when they are first used: look again, ever more rarely.
+        if self._count & (self._count - 1) == 0:
+            self._held.search()
+        self.ring.put(self._worker, self._count, _pack(self._held))
+
+    def _handle_signals(self) -> None:
+        # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
+        # its batch: they leave only when it says so.
+        for name in _IGNORED_SIGNALS:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._end_if_closing)
+
+    def _end_if_closing(self, *_: object) -> None:
+        if self.ring is None or self.ring.is_closing(self._worker):
+            os._exit(0)
+
+
+def unpack_worker_state(blob: bytes) -> WorkerState:
+    """Return what a worker left in its slot of the ring."""
+    # Our own bytes, out of memory that only our workers write.
+    state: WorkerState = pickle.loads(blob)
+    return state
+
+
+def _pack(held: HeldGenerators) -> bytes:
+    return pickle.dumps({"rng": rng_state(), "held": held.state_dict()}, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _load_worker_state(state: WorkerState, held: HeldGenerators) -> None:
+    held.load_state_dict(state["held"])
+    # What a worker draws from on its own device is its own affair; the main process's devices are not its to set.
+    set_rng_state({name: blob for name, blob in state["rng"].items() if ":" not in name or _has_device(name)})
+
+
+def _has_device(name: str) -> bool:
+    module = getattr(torch, name.partition(":")[0], None)
+    return module is not None and bool(module.is_initialized())

@@ -1,0 +1,240 @@
+"""Random generators that objects hold as attributes: found by walking, captured and put back like the global ones.
+
+Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``). No
+property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures and bound
+methods hold is looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.state import packing
+
+_log = logging.getLogger(__name__)
+
+_PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
+# Libraries whose objects hold large data or the whole program, and no generator that a user put there.
+_OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pytorch_lightning", "logging", "threading",
+                 "multiprocessing", "concurrent", "asyncio", "weakref", "re", "pathlib", "datetime"}  # fmt: skip
+_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
+_MAX_VISITED = 1_000_000
+
+Path = tuple[tuple[str, Any], ...]
+
+
+class HeldGenerators:
+    """The generators that can be reached from some objects, as one state.
+
+    Args:
+        roots: The objects to search, by a name that opens their paths in the state.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._roots = dict(roots)
+        self._paths: dict[str, Path] = {}
+        self.search()
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def search(self) -> None:
+        """Look for generators again, for objects that made one after the last search."""
+        self._paths = {path_name(path): path for path, _ in _find(self._roots)}
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state of each generator by its path; one that is gone is left out."""
+        found = ((name, self._resolve(path)) for name, path in self._paths.items())
+        return {name: pack_generator(generator) for name, generator in found if is_generator(generator)}
+
+    def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
+        """Put each generator back to its state.
+
+        An attribute that is ``None`` still, because its object makes the generator when first used, is set to a new
+        generator of the saved kind.
+
+        Returns:
+            The paths of the state for which there is neither a generator nor an empty place.
+        """
+        self.search()
+        missing = []
+        for name, blob in state_dict.items():
+            generator = self._resolve(self._paths.get(name, ()))
+            if is_generator(generator):
+                unpack_generator(generator, blob)
+            elif not self._fill(name, blob):
+                missing.append(name)
+        return missing
+
+    def _resolve(self, path: Path) -> Any:
+        value: Any = self._roots
+        try:
+            for kind, key in path:
+                value = _step(value, kind, key)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+            return None
+        return value
+
+    def _fill(self, name: str, blob: bytes) -> bool:
+        for path, value in _walk(self._roots, wanted=type(None)):
+            if path and path_name(path) == name and value is None:
+                return _assign(self._resolve(path[:-1]), path[-1], make_generator(blob))
+        return False
+
+
+def path_name(path: Path) -> str:
+    """Return the name under which the state lists a path, such as ``dataset.transform[0].rng``."""
+    name = ""
+    for kind, key in path:
+        name += f".{key}" if kind == "attribute" else f"[{key!r}]" if name else str(key)
+    return name
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether `value` is a generator with a state: Python's, NumPy's or torch's."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy_random = sys.modules.get("numpy.random")
+    return numpy_random is not None and isinstance(value, (numpy_random.Generator, numpy_random.RandomState))
+
+
+def pack_generator(generator: Any) -> bytes:
+    """Return the kind and state of a generator as bytes."""
+    if isinstance(generator, torch.Generator):
+        return _tagged(f"torch:{generator.device}", packing.pack_torch(generator.get_state()))
+    if isinstance(generator, random.Random):
+        return _tagged("python", packing.pack_random(generator.getstate()))
+    if hasattr(generator, "get_state"):
+        return _tagged("numpy.RandomState", packing.pack_numpy(generator.get_state(legacy=False)))
+    return _tagged("numpy.Generator", packing.pack_numpy(generator.bit_generator.state))
+
+
+def unpack_generator(generator: Any, blob: bytes) -> None:
+    """Put `generator` to the state in `blob`.
+
+    Raises:
+        ValueError: If the state is that of another kind of generator.
+    """
+    tag, _, state = blob.partition(b"\n")
+    kind = tag.decode()
+    if isinstance(generator, torch.Generator) and kind.startswith("torch:"):
+        generator.set_state(packing.unpack_torch(state))
+    elif isinstance(generator, random.Random) and kind == "python":
+        generator.setstate(packing.unpack_random(state))
+    elif hasattr(generator, "get_state") and kind == "numpy.RandomState":
+        generator.set_state(packing.unpack_numpy(state))
+    elif hasattr(generator, "bit_generator") and kind == "numpy.Generator":
+        generator.bit_generator.state = packing.unpack_numpy(state)
+    else:
+        raise ValueError(f"A {type(generator).__name__} can't take the saved state of a {kind} generator.")
+
+
+def make_generator(blob: bytes) -> Any:
+    """Return a new generator of the kind, and in the state, of `blob`."""
+    tag, _, state = blob.partition(b"\n")
+    kind = tag.decode()
+    generator: Any
+    if kind.startswith("torch:"):
+        generator = packing.empty_generator(kind)
+    elif kind == "python":
+        generator = random.Random()
+    else:
+        import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
+
+        name = packing.unpack_numpy(state)["bit_generator"]
+        bits = getattr(np.random, name)()
+        generator = np.random.RandomState(bits) if kind == "numpy.RandomState" else np.random.Generator(bits)
+    unpack_generator(generator, blob)
+    return generator
+
+
+def _tagged(kind: str, state: bytes) -> bytes:
+    return kind.encode() + b"\n" + state
+
+
+def _find(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    return ((path, value) for path, value in _walk(roots) if is_generator(value))
+
+
+def _walk(roots: Mapping[str, Any], wanted: type | None = None) -> Iterator[tuple[Path, Any]]:
+    visited: set[int] = set()
+    stack: list[tuple[Path, Any]] = [((("item", name),), root) for name, root in reversed(list(roots.items()))]
+    while stack:
+        path, value = stack.pop()
+        if wanted is not None and isinstance(value, wanted):
+            yield path, value
+        if isinstance(value, _PRIMITIVES) or id(value) in visited:
+            continue
+        if len(visited) >= _MAX_VISITED:
+            _log.warning("Gave up looking for generators behind %s objects, at %s.", _MAX_VISITED, path_name(path))
+            return
+        visited.add(id(value))
+        if is_generator(value):
+            yield path, value
+        else:
+            stack.extend(reversed([((*path, step), child) for step, child in _children(value)]))
+
+
+def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    if isinstance(value, dict):
+        yield from ((("item", key), child) for key, child in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))
+    elif isinstance(value, functools.partial):
+        yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        yield ("attribute", "__self__"), value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from ((("cell", i), _cell(cell)) for i, cell in enumerate(value.__closure__ or ()))
+        yield ("attribute", "__defaults__"), value.__defaults__
+    elif isinstance(value, types.BuiltinMethodType):
+        yield ("attribute", "__self__"), value.__self__
+    elif _is_walked(type(value)):
+        yield from ((("attribute", name), child) for name, child in _attributes(value))
+
+
+def _is_walked(kind: type) -> bool:
+    module = kind.__module__ or ""
+    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED):
+        return True
+    return module.partition(".")[0] not in _OPAQUE_ROOTS | {"torch"}
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the variable is not bound yet
+        return None
+
+
+def _step(value: Any, kind: str, key: Any) -> Any:
+    if kind == "attribute":
+        return getattr(value, key)
+    return _cell(value.__closure__[key]) if kind == "cell" else value[key]
+
+
+def _assign(owner: Any, step: tuple[str, Any], generator: Any) -> bool:
+    kind, key = step
+    if kind == "attribute" and owner is not None:
+        setattr(owner, key, generator)
+        return True
+    return False

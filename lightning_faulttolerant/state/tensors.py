@@ -1,0 +1,97 @@
+"""Gradients, buffers and flags of a module: what its ``state_dict`` leaves out or a forward pass changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def gradients_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every gradient that is there, by the parameter's name."""
+    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def load_gradients(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Make the gradients of `module` those of `state`; a parameter that it doesn't name gets none."""
+    for name, parameter in module.named_parameters():
+        grad = state.get(name)
+        parameter.grad = None if grad is None else grad.detach().clone().to(parameter.device)
+
+
+def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[str, Tensor]:
+    """Return a copy of the module's buffers by name.
+
+    Args:
+        module: Searched with all its children.
+        persistent: Only those that are (or are not) in the ``state_dict``; ``None`` for all.
+    """
+    buffers = dict(module.named_buffers())
+    if persistent is not None:
+        kept = module.state_dict(keep_vars=True).keys() if buffers else ()
+        buffers = {name: b for name, b in buffers.items() if (name in kept) == persistent}
+    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
+
+@torch.no_grad()
+def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Copy `state` into the module's buffers in place; return the names that have no buffer of that shape."""
+    buffers = dict(module.named_buffers())
+    missing = [name for name, value in state.items() if name not in buffers or buffers[name].shape != value.shape]
+    for name in state.keys() - set(missing):
+        buffers[name].copy_(state[name])
+    return missing
+
+
+def flags_state(module: nn.Module) -> dict[str, list[str]]:
+    """Return which modules are in evaluation mode and which parameters are frozen."""
+    return {
+        "evaluating": [name for name, child in module.named_modules() if not child.training],
+        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+    }
+
+
+def load_flags(module: nn.Module, state: Mapping[str, list[str]]) -> None:
+    """Put each module's ``training`` and each parameter's ``requires_grad`` back."""
+    evaluating, frozen = set(state["evaluating"]), set(state["frozen"])
+    for name, child in module.named_modules():
+        child.training = name not in evaluating
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+
+
+class TensorMarks:
+    """Tells later whether any of some tensors has changed since, without a copy of them.
+
+    A tensor has changed if it is another object or storage, if its version counter moved, or if the sum of its bits
+    did: ``p.data.mul_()`` moves no version counter. The sums stay on the tensors' device until they are compared.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._marks = [_mark(t) for t in self._tensors]
+        self._sums = [_bit_sum(t) for t in self._tensors]
+
+    def unmoved(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether `tensors` are the marked ones, unchanged."""
+        now = list(tensors)
+        if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
+            return False
+        if [_mark(t) for t in now] != self._marks:
+            return False
+        return all(torch.equal(_bit_sum(t), s) for t, s in zip(now, self._sums, strict=True))
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor._version
+
+
+@torch.no_grad()
+def _bit_sum(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return flat.view(integer).sum(dtype=torch.int64)

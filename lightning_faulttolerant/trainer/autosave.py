@@ -1,0 +1,162 @@
+"""Checkpoints that we write of our own accord: when, and what goes into them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
+from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.state.blobs import BlobInterner
+from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.budget import Budget
+from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.position import Position
+
+_log = logging.getLogger(__name__)
+
+KEY = "lightning_faulttolerant"
+VERSION = 1
+# A resume doesn't need these, and they may hold any object.
+_OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
+
+
+class Autosaver:
+    """Writes the autosaves of one fit.
+
+    Args:
+        trainer: Whose fit it is.
+        series: Where they go.
+        run_state: What goes in besides Lightning's checkpoint.
+        options: When.
+        header: Gives what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        series: AutosaveSeries,
+        run_state: RunState,
+        options: Options,
+        *,
+        header: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._trainer = trainer
+        self._series = series
+        self._run_state = run_state
+        self._options = options
+        self._header = header
+        self._budget = Budget(options.overhead_budget)
+        self._saved_step: int | None = None
+        self._saved_at = 0.0
+        self._part: dict[str, Any] | None = None
+        self.saved: Position | None = None
+
+    def is_due(self) -> bool:
+        """Return whether an autosave is due at this boundary. The first boundary's is always."""
+        if self._saved_step is None:
+            return True
+        if self._options.every_n_train_steps is not None:
+            return self._trainer.global_step - self._saved_step >= self._options.every_n_train_steps
+        if self._options.train_time_interval is not None:
+            return time.monotonic() - self._saved_at >= self._options.train_time_interval.total_seconds()
+        return self._budget.allows()
+
+    def save(self, position: Position) -> Path:
+        """Save the state of this instant."""
+        began = self._budget.now()
+        self._run_state.search()
+        checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
+        return self._write(checkpoint, position, began)
+
+    def save_capture(self, capture: Capture) -> Path:
+        """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
+        began = self._budget.now()
+        module = self._trainer.lightning_module
+        now = buffers_state(module)
+        load_buffers(module, capture.buffers)
+        try:
+            checkpoint = self._dump(self.make_part(capture.position, capture.state))
+        finally:
+            load_buffers(module, now)
+        checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
+        checkpoint["loops"]["fit_loop"] = capture.loops
+        checkpoint["callbacks"] = capture.callbacks
+        checkpoint["lr_schedulers"] = capture.schedulers
+        for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
+            state["param_groups"] = [
+                {**group, **kept} for group, kept in zip(state["param_groups"], groups, strict=True)
+            ]
+        name = type(self._trainer.precision_plugin).__qualname__
+        if name in checkpoint:
+            checkpoint[name] = capture.precision
+        return self._write(checkpoint, capture.position, began)
+
+    def make_part(self, position: Position, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our part of a checkpoint."""
+        return {
+            "version": VERSION,
+            "world_size": self._trainer.world_size,
+            "position": position.state_dict(),
+            **self._header(),
+            "ranks": [BlobInterner().pack(dict(state))],
+        }
+
+    def part_to_add(self) -> dict[str, Any] | None:
+        """Return the part of the checkpoint that is being dumped, if it is one of ours."""
+        return self._part
+
+    def _dump(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._part = part
+        try:
+            checkpoint = compat.dump_checkpoint(self._trainer)
+        finally:
+            self._part = None
+        opaque = {key: checkpoint.pop(key) for key in _OPAQUE_KEYS if key in checkpoint}
+        safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
+        rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
+        part["opaque"] = BlobInterner().pack({key: blob for key, blob in rest.items() if blob is not None})
+        return {**checkpoint, **safe}
+
+    def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:
+        is_first = self._saved_step is None
+        if is_first:
+            # Found out now rather than after hours, when the run is to be resumed.
+            _check_loads(checkpoint)
+        path = self._series.save(
+            checkpoint, epoch=position.epoch, batch=position.batch, global_step=position.global_step
+        )
+        if is_first:
+            load_file(path)
+        seconds = self._budget.spend(began)
+        self._saved_step, self._saved_at, self.saved = position.global_step, time.monotonic(), position
+        _log.debug("Autosave %s in %.3f s", path, seconds)
+        return path
+
+
+def _pickled(key: str, value: Any) -> bytes | None:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        _log.warning("%s can't be pickled and is left out of the autosaves; a resume doesn't need it: %s", key, error)
+        return None
+
+
+def _check_loads(checkpoint: Mapping[str, Any]) -> None:
+    paths = unsafe_paths(dict(checkpoint))
+    if paths:
+        raise UnsafeCheckpointError(
+            "These keys of the checkpoint would not load again with torch.load(weights_only=True), so this run could"
+            f" not be resumed: {', '.join(paths)}. Let state_dict, on_save_checkpoint or save_hyperparameters give"
+            " numbers, strings, tensors, lists and dicts only, or allow the type by"
+            " torch.serialization.add_safe_globals."
+        )

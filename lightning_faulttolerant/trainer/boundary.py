@@ -1,0 +1,115 @@
+"""The one place where a boundary happens: stop, autosave, capture, in this order, before the next batch is fetched."""
+
+from __future__ import annotations
+
+import time
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.autosave import Autosaver
+from lightning_faulttolerant.trainer.budget import Budget
+from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
+from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
+from lightning_faulttolerant.trainer.strategy import Loaders
+
+
+class Boundary:
+    """What is done between two training batches, and at the start of a validation run.
+
+    Args:
+        trainer: Whose fit it is.
+        loaders: Its loaders.
+        run_state: Reads the state for a capture.
+        autosaver: Writes autosaves.
+        stop: The stop signals.
+        agreement: How the ranks agree on a stop.
+        overhead_budget: Share of the time that captures may take.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        loaders: Loaders,
+        run_state: RunState,
+        autosaver: Autosaver,
+        stop: StopSignals,
+        agreement: Agreement,
+        overhead_budget: float,
+    ) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._run_state = run_state
+        self._autosaver = autosaver
+        self._stop = stop
+        self._agreement = agreement
+        self._budget = Budget(overhead_budget)
+        self._fetch_from_workers = loaders.has_workers()
+        self._handed_out = -1
+        self.capture: Capture | None = None
+
+    def before_batch(self) -> None:
+        """Pass a boundary. In a run that is asked to stop it is the last."""
+        signum = self._agreement.stop_signal(self._stop.requested)
+        if signum is not None:
+            self._save_for_stop()
+            raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
+        if self._autosaver.is_due():
+            self._autosaver.save(position_of(self._trainer, BOUNDARY))
+        if self._budget.allows():
+            began = self._budget.now()
+            self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
+            self._budget.spend(began)
+        if self._fetch_from_workers:
+            self._handed_out = self._loaders.num_handed_out()
+            self._stop.fetch_began = time.monotonic()
+
+    def after_fetch(self) -> None:
+        """Note that the batch is there."""
+        self._stop.fetch_began = None
+        self._handed_out = -1
+
+    def before_validation(self) -> None:
+        """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
+        self.capture = self._run_state.capture(position_of(self._trainer, VALIDATION))
+
+    def before_validation_batch(self) -> None:
+        """Stop inside a validation run, if it was asked for and the run's start can be saved."""
+        if self._stop.requested is None or self.capture is None or not self.capture.is_current(self._trainer):
+            return
+        signum = self._agreement.stop_signal(self._stop.requested)
+        if signum is not None:
+            self._stop.begin_save()
+            try:
+                self._autosaver.save_capture(self.capture)
+            finally:
+                self._stop.end_save()
+            raise stopped_by(signum, str(self.capture.position))
+
+    def save_interrupted(self) -> bool:
+        """Save what can be saved of a run that an exception ended; return whether a state was saved.
+
+        Nothing is saved where parameters have moved since the last capture: the last autosave is a right state.
+        """
+        if self._is_waiting_for_workers():
+            self._autosaver.save(position_of(self._trainer, BOUNDARY))
+            return True
+        capture = self.capture
+        if capture is None or capture.position == self._autosaver.saved or not capture.is_current(self._trainer):
+            return False
+        self._autosaver.save_capture(capture)
+        return True
+
+    def _is_waiting_for_workers(self) -> bool:
+        # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.
+        return self._stop.requested is not None and self._handed_out == self._loaders.num_handed_out()
+
+    def _save_for_stop(self) -> None:
+        position = position_of(self._trainer, BOUNDARY)
+        if self._autosaver.saved != position:
+            self._stop.begin_save()
+            try:
+                self._autosaver.save(position)
+            finally:
+                self._stop.end_save()

@@ -1,0 +1,141 @@
+"""The callback: `Trainer(callbacks=[FaultTolerance()])`, run again after a crash, goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.autosave import KEY
+from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.position import position_of
+from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.session import Session
+from lightning_faulttolerant.trainer.switch import is_switched_off
+
+
+class FaultTolerance(Callback):
+    """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
+
+    Args:
+        dirpath: Where the autosaves go: a local directory. Default: ``<default_root_dir>/fault_tolerance``.
+        run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
+        keep_last: How many verified autosaves are kept, at least 1.
+        every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
+        train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
+        overhead_budget: Share of the time, in (0, 1], that autosaves may take where no interval is given, and that
+            captures in memory may take; 1 means no limit.
+        stop_signals: Names of the signals that stop the run after its batch is finished and its state saved.
+        grace_seconds: How long after the first of them the process has to end.
+        save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
+        auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
+        strict: Whether what can't be captured or restored exactly is an error rather than a warning.
+
+    Raises:
+        ValueError: If an argument is out of its range, or two contradict each other.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_faulttolerant import FaultTolerance
+        >>> trainer = Trainer(callbacks=[FaultTolerance()], logger=False)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        run_id: str | None = None,
+        keep_last: int = 2,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        overhead_budget: float = 0.01,
+        stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
+        grace_seconds: float = 25.0,
+        save_on_exception: bool = True,
+        auto_resume: bool = True,
+        strict: bool = True,
+    ) -> None:
+        self._options = Options(
+            dirpath=checked_dirpath(dirpath),
+            run_id=run_id,
+            keep_last=keep_last,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            overhead_budget=overhead_budget,
+            stop_signals=tuple(stop_signals),
+            grace_seconds=grace_seconds,
+            save_on_exception=save_on_exception,
+            auto_resume=auto_resume,
+            strict=strict,
+        )
+        self._session: Session | None = None
+        self._last_report: ResumeReport | None = None
+        self.is_from_environment = False
+
+    @property
+    def resume_report(self) -> ResumeReport | None:
+        """What the last ``fit`` restored, or ``None`` if it started from the beginning."""
+        return self._session.report if self._session is not None else self._last_report
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take over the fit, unless it is one that is nobody's training."""
+        if stage != "fit" or is_switched_off() or not self._is_in_charge(trainer):
+            return
+        _check_supported(trainer)
+        if trainer.fast_dev_run or trainer.barebones or compat.is_tuning(trainer):
+            return
+        self._last_report = None
+        self._session = Session(trainer, self._options)
+        self._session.open()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add our part to a checkpoint that is written inside the fit, whoever asked for it."""
+        autosaver = self._session.autosaver if self._session is not None else None
+        if autosaver is None:
+            return
+        part = autosaver.part_to_add()
+        if part is None:
+            hook = compat.current_hook(trainer) or "a hook"
+            part = autosaver.make_part(position_of(trainer, hook), {})
+        checkpoint[KEY] = part
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Save what can be saved, and leave nothing of ours behind."""
+        if self._session is not None:
+            session, self._session = self._session, None
+            self._last_report = session.report
+            session.interrupt(exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Mark the fit as finished, and leave nothing of ours behind."""
+        if self._session is not None and stage == "fit":
+            session, self._session = self._session, None
+            try:
+                session.finish()
+            finally:
+                self._last_report = session.report
+
+    def _is_in_charge(self, trainer: Trainer) -> bool:
+        """Return whether this is the one of several that acts: the first that the user has added himself."""
+        found = [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
+        own = [callback for callback in found if not callback.is_from_environment]
+        return (own or found)[0] is self
+
+
+def _check_supported(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        raise UnsupportedTrainerError(
+            f"FaultTolerance serves lightning.pytorch.Trainer, and this is a {type(trainer).__module__}."
+            f"{type(trainer).__name__}: the pytorch_lightning package has classes of its own. Nothing would be saved."
+            " Use `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
+        )
+    if trainer.world_size > 1:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance serves one process for now, and this Trainer has {trainer.world_size}. The states of the"
+            " other ranks would be lost. Train on one device, or leave the callback out."
+        )

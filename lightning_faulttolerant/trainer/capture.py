@@ -1,0 +1,178 @@
+"""The state of a run besides what Lightning saves: taken at one instant, and put back in the order that keeps it exact.
+
+Random generators are read first and put back last: everything in between may draw.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.tensors import (
+    TensorMarks,
+    buffers_state,
+    flags_state,
+    gradients_state,
+    load_buffers,
+    load_flags,
+    load_gradients,
+)
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.position import FINISHED, Position
+from lightning_faulttolerant.trainer.results import load_results, results_state
+from lightning_faulttolerant.trainer.strategy import Loaders
+
+# Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.
+PARTS = {
+    "rng": "random generators",
+    "held": "generators held by objects",
+    "loaders": "order of samples and workers",
+    "gradients": "gradients of an open accumulation window",
+    "buffers": "buffers outside the state_dict",
+    "metrics": "metrics",
+    "results": "logged values",
+    "flags": "training and frozen flags",
+    "trainer": "trainer attributes",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """All that is needed to save, later, the state of an instant at which no parameter has moved since."""
+
+    position: Position
+    state: Mapping[str, Any]
+    loops: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    schedulers: list[Any]
+    param_groups: list[Any]
+    precision: Mapping[str, Any]
+    buffers: Mapping[str, Tensor]
+    marks: TensorMarks
+
+    def is_current(self, trainer: Trainer) -> bool:
+        """Return whether parameters and optimizer states are still those of the capture."""
+        return self.marks.unmoved(moving_tensors(trainer))
+
+
+class RunState:
+    """Reads and puts back what a run consists of besides Lightning's own checkpoint.
+
+    Args:
+        trainer: Whose run it is.
+        loaders: Its loaders.
+    """
+
+    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._held = HeldGenerators(
+            {
+                "module": trainer.lightning_module,
+                "datamodule": trainer.datamodule,
+                "callbacks": list(trainer.callbacks),
+            }
+        )
+
+    def search(self) -> None:
+        """Look again for generators that objects hold."""
+        self._held.search()
+        for tracker in self._loaders.trackers.values():
+            tracker.held.search()
+
+    def state_dict(self, position: Position) -> dict[str, Any]:
+        """Return the state of this rank, each part under its name in `PARTS`."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        rng = rng_state()
+        return {
+            "rng": rng,
+            "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
+            "loaders": self._loaders.state_dict(None if position.where == FINISHED else position.batch),
+            "gradients": gradients_state(module) if compat.is_accumulating(trainer) else {},
+            "buffers": buffers_state(module, persistent=False),
+            "metrics": metrics_state(module),
+            "results": results_state(trainer),
+            "flags": flags_state(module),
+            "trainer": _trainer_state(trainer),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Put everything but the loaders' positions back, random generators last.
+
+        Returns:
+            A line for each thing that could not be put back.
+        """
+        trainer, module = self._trainer, self._trainer.lightning_module
+        loads: dict[str, Callable[[Any], list[str] | None]] = {
+            "trainer": lambda part: _load_trainer_state(trainer, part),
+            "flags": lambda part: load_flags(module, part),
+            "gradients": lambda part: load_gradients(module, part),
+            "buffers": lambda part: load_buffers(module, part),
+            "metrics": lambda part: load_metrics(module, part),
+            "results": lambda part: load_results(trainer, part),
+            "held": self._load_held,
+            "rng": lambda part: set_rng_state(part),
+        }
+        missing = []
+        for name, load in loads.items():
+            if name in state:
+                missing += [f"{PARTS[name]}: nothing to restore {what!r} into" for what in load(state[name]) or ()]
+        return missing
+
+    def _load_held(self, state: Mapping[str, Any]) -> list[str]:
+        return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])
+
+    def capture(self, position: Position) -> Capture:
+        """Return all of this instant that a later dump of Lightning's would not have any more."""
+        trainer = self._trainer
+        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        return Capture(
+            position=position,
+            state=self.state_dict(position),
+            loops=copy.deepcopy(trainer.fit_loop.state_dict()),
+            callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
+            schedulers=[copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+            param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
+            precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
+            buffers=buffers_state(trainer.lightning_module),
+            marks=TensorMarks(moving_tensors(trainer)),
+        )
+
+
+def moving_tensors(trainer: Trainer) -> list[Tensor]:
+    """Return the tensors that an optimizer step changes: parameters and optimizer states."""
+    tensors = list(trainer.lightning_module.parameters())
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors
+
+
+def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "should_stop": trainer.should_stop,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "validation_is_set_up": compat.validation_is_set_up(trainer),
+        "seen_validation_batches": compat.seen_validation_batches(trainer),
+    }
+
+
+def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    trainer.should_stop = state["should_stop"]
+    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    if state["validation_is_set_up"]:
+        compat.set_up_validation(trainer)
+    compat.set_seen_validation_batches(trainer, state["seen_validation_batches"])

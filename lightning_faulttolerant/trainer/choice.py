@@ -1,0 +1,100 @@
+"""From which checkpoint a fit goes on: our newest autosave, the one it was started with, or none."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.autosave import KEY
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.position import Position, progress_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a fit starts from.
+
+    Args:
+        path: The checkpoint, or ``None`` for a fresh start.
+        origin: The checkpoint that the user named for this fit, if any; autosaves of it are continuations.
+        checkpoint: Its content, if it was read already.
+    """
+
+    path: str | None
+    origin: str | None
+    checkpoint: dict[str, Any] | None = None
+
+    @property
+    def part(self) -> Mapping[str, Any] | None:
+        """Our part of the checkpoint."""
+        return (self.checkpoint or {}).get(KEY)
+
+    def with_checkpoint(self, checkpoint: dict[str, Any]) -> Choice:
+        """Return the choice with the content that Lightning has read."""
+        return replace(self, checkpoint=checkpoint)
+
+
+def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Options) -> Choice:
+    """Return what the fit starts from.
+
+    Args:
+        trainer: Whose fit it is.
+        series: The autosaves of this fit.
+        given: The path that Lightning has made of the ``ckpt_path`` of this fit.
+        options: Whether to resume at all.
+    """
+    path = None if given is None else os.path.realpath(given) if "://" not in str(given) else str(given)
+    is_newest = path is not None and compat.is_newest_of_trainer(trainer, path)
+    origin = None if is_newest else path
+    if not options.auto_resume:
+        series.set_aside("not-resumed")
+        return Choice(path=_as_given(given), origin=origin)
+    newest = series.newest()
+    if newest is None:
+        return Choice(path=_as_given(given), origin=origin)
+    ours = load_file(newest)
+    if path is None or (origin is not None and ours[KEY]["origin"] == origin):
+        return Choice(path=str(newest), origin=origin, checkpoint=ours)
+    if is_newest and _is_further(ours, path):
+        return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours)
+    if is_newest:
+        _log.info("%s is further on than the autosave %s.", path, newest)
+        return Choice(path=_as_given(given), origin=ours[KEY]["origin"])
+    aside = series.set_aside("another-ckpt_path")
+    _log.warning(
+        "This fit starts from %s, the autosaves of this run continue one from %s: they are now in %s.",
+        path, ours[KEY]["origin"] or "the beginning", aside,
+    )  # fmt: skip
+    return Choice(path=_as_given(given), origin=origin)
+
+
+def _as_given(given: Any) -> str | None:
+    return None if given is None else str(given)
+
+
+def _is_further(ours: Mapping[str, Any], path: str) -> bool:
+    """Return whether our autosave is at least as far on as the file of the user's own ModelCheckpoint.
+
+    One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most.
+    """
+    if not Path(path).is_file():
+        return False
+    theirs = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    part = theirs.get(KEY)
+    return progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part)
+
+
+def _can_be_exact(part: Mapping[str, Any] | None) -> bool:
+    return part is not None and Position(**part["position"]).can_be_exact

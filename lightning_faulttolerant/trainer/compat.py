@@ -1,0 +1,311 @@
+"""Every private name of Lightning's that this package touches, one small function a seam, checked on 2.5.6 to 2.6.6.
+
+Nothing else in the package may touch a name of Lightning's that begins with an underscore. `SEAMS` lists them for the
+contract test, with what breaks without each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+
+SEAMS = {
+    "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
+    "trainer.fit_loop.epoch_loop.val_loop._on_before_fetch": "stops inside a validation run",
+    "trainer.fit_loop._combined_loader": "leaving the user's loaders as they were",
+    "trainer.fit_loop._data_fetcher": "finishing a batch that was saved before its validation run",
+    "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step that loggers receive",
+    "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
+    "trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "the step of values logged in validation",
+    "trainer._checkpoint_connector.resume_start": "choosing the autosave to resume from",
+    "trainer._checkpoint_connector.restore_training_state": "resuming with a LearningRateFinder among the callbacks",
+    "trainer._checkpoint_connector.dump_checkpoint": "autosaves",
+    "trainer._checkpoint_connector._loaded_checkpoint": "resuming",
+    "trainer._signal_connector.register_signal_handlers": "stop signals",
+    "trainer._signal_connector._original_handlers": "calling the handlers that were there before",
+    "trainer._logger_connector._first_loop_iter": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._current_fx": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._callback_metrics": "EarlyStopping and ModelCheckpoint, right after a resume",
+    "trainer._logger_connector._logged_metrics": "trainer.logged_metrics, right after a resume",
+    "trainer._logger_connector._progress_bar_metrics": "the progress bar, right after a resume",
+}
+
+
+class Patches:
+    """Replacements of methods on single objects, undone all at once."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace the method `name` of `owner` by what `make` returns for it."""
+        had_own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, make(original))
+        self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
+
+    def undo(self) -> None:
+        """Put everything back, the last replacement first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+# Where the loops and the connectors can be reached into.
+
+
+def boundary_owner(trainer: Trainer) -> Any:
+    """Return the loop whose ``_on_before_fetch`` runs right before each training batch is fetched."""
+    return trainer.fit_loop.epoch_loop
+
+
+def validation_loop(trainer: Trainer) -> Any:
+    """Return the loop of validation runs inside ``fit``."""
+    return trainer.fit_loop.epoch_loop.val_loop
+
+
+def checkpoint_connector(trainer: Trainer) -> Any:
+    """Return what restores checkpoints: ``resume_start`` and ``restore_training_state``."""
+    return trainer._checkpoint_connector
+
+
+def signal_connector(trainer: Trainer) -> Any:
+    """Return what registers Lightning's signal handlers, right before the run's loops begin."""
+    return trainer._signal_connector
+
+
+BEFORE_FETCH = "_on_before_fetch"
+AFTER_FETCH = "_on_after_fetch"
+
+
+def original_handlers(trainer: Trainer) -> Mapping[int, Any]:
+    """Return the signal handlers from before Lightning's."""
+    return trainer._signal_connector._original_handlers
+
+
+def is_tuning(trainer: Trainer) -> bool:
+    """Return whether this ``fit`` belongs to a Tuner, which ends it before any training."""
+    finders = (c for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder)))
+    return any(getattr(finder, "_early_exit", False) for finder in finders)
+
+
+# Checkpoints.
+
+
+def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
+    """Return whether `path` is what ``ckpt_path="last"`` or ``"hpc"`` stands for, rather than a file of its own."""
+    last: set[str] = set()
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            last |= {os.path.realpath(p) for p in callback._find_last_checkpoints(trainer)}
+    return os.path.realpath(path) in last or os.path.basename(path).startswith("hpc_ckpt_")
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return Lightning's checkpoint of this instant, our own part included by the callback's hook."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, Any]) -> None:
+    """Let Lightning restore from `checkpoint` as if it had read it from `path`."""
+    trainer._checkpoint_connector._ckpt_path = path
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+
+
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint that is being restored from; empty if there is none."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def current_hook(trainer: Trainer) -> str | None:
+    """Return the hook or step that runs, as Lightning names it."""
+    module = trainer.lightning_module
+    name: str | None = getattr(module, "_current_fx_name", None)
+    return name
+
+
+def hooks_behind(trainer: Trainer, hook: str, behind: Callback) -> list[str]:
+    """Return the names of those that override `hook` and run it after `behind`."""
+    callbacks = trainer.callbacks[trainer.callbacks.index(behind) + 1 :]
+    return [type(c).__name__ for c in callbacks if getattr(type(c), hook, None) is not getattr(Callback, hook, None)]
+
+
+def overrides_save_hook(trainer: Trainer) -> bool:
+    """Return whether the module, data module or a user's callback has an ``on_save_checkpoint`` of its own."""
+    if type(trainer.lightning_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
+        return True
+    if trainer.datamodule is not None and _keeps_state(type(trainer.datamodule)):
+        return True
+    users = (c for c in trainer.callbacks if not type(c).__module__.startswith(_NOT_USERS))
+    return any(type(c).on_save_checkpoint is not Callback.on_save_checkpoint for c in users)
+
+
+def _keeps_state(kind: type[LightningDataModule]) -> bool:
+    names = ("state_dict", "on_save_checkpoint")
+    return any(getattr(kind, name) is not getattr(LightningDataModule, name) for name in names)
+
+
+_NOT_USERS = ("lightning.pytorch.", "lightning_faulttolerant.")
+
+
+# Loops.
+
+
+def set_not_restarting(trainer: Trainer) -> None:
+    """Take the loops out of their restarting mode: from here on they run as in an uninterrupted run.
+
+    Lightning guesses from its counters where a checkpoint was taken, and skips or repeats a validation run or the
+    plateau schedulers on a wrong guess.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
+        loop._restarting = False
+        loop._loaded_from_state_dict = False
+    epoch_loop.reset_restart_stage()
+    epoch_loop.val_loop.reset_restart_stage()
+
+
+def finish_batch(trainer: Trainer) -> None:
+    """Run what the training epoch loop still owes after a batch: a validation run that is due, plateau schedulers."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    epoch_loop.on_advance_end(fetcher)
+
+
+def renew_iterator(trainer: Trainer) -> None:
+    """Make the training loader's iterator anew, as at the beginning of an epoch."""
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)
+
+
+def validation_is_set_up(trainer: Trainer) -> bool:
+    """Return whether the validation loaders have been asked for."""
+    return trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+
+
+def set_up_validation(trainer: Trainer) -> None:
+    """Ask for the validation loaders, as the sanity check does, which a restart skips."""
+    if not validation_is_set_up(trainer):
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+def seen_validation_batches(trainer: Trainer) -> dict[int, int]:
+    """Return how many validation batches were logged so far, by loader: the step of values logged in validation."""
+    return dict(trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
+
+
+def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> None:
+    """Put back what `seen_validation_batches` gave."""
+    trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen)
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Return whether gradients of an unfinished accumulation window are held at this boundary."""
+    if not trainer.lightning_module.automatic_optimization:
+        return True  # what a manual step keeps in its gradients is its own affair
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return epoch_loop.batch_progress.current.ready > 0 and epoch_loop._should_accumulate()
+
+
+def combined_loaders(trainer: Trainer) -> list[Any]:
+    """Return the CombinedLoaders of training and validation, as far as they are set up."""
+    loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop)
+    return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
+
+
+def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
+    """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
+
+    Lightning sets it after ``process_dataloader``, and only where there is none: ours is there by then.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return None
+    return partial(pl_worker_init_function, rank=trainer.global_rank)
+
+
+# Logged results.
+
+_CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "progress_bar": "_progress_bar_metrics"}
+
+
+def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what the logger connector keeps between batches."""
+    connector = trainer._logger_connector
+    metrics = {name: _copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
+    return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
+
+
+def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Put back what `logger_connector_state` gave."""
+    connector = trainer._logger_connector
+    for name, attribute in _CONNECTOR.items():
+        setattr(connector, attribute, _copied(state["metrics"][name]))
+    connector._first_loop_iter = state["first_loop_iter"]
+    connector._current_fx = state["current_fx"]
+
+
+def _copied(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+
+
+def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
+    """Return the collections of logged values of training and validation."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
+
+
+def metadata_state(item: _ResultMetric) -> dict[str, Any]:
+    """Return with which arguments a value was logged, as plain values."""
+    fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
+    sync = item.meta.sync
+    return {
+        "fields": {name: getattr(item.meta, name) for name in fields},
+        "reduce_fx": item.meta.reduce_fx.__name__,
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only},
+        "is_tensor": item.is_tensor,
+    }
+
+
+def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
+    """Return a logged value with the arguments of `metadata_state`, and no value yet."""
+    meta = _Metadata(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
+    sync = state["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"])
+    return _ResultMetric(meta, state["is_tensor"])
+
+
+def result_cache(item: _ResultMetric) -> dict[str, Any]:
+    """Return what a logged value remembers besides its sums: the last step's value and how it was reset."""
+    cache = item._forward_cache
+    return {
+        "forward": cache.detach().clone() if isinstance(cache, Tensor) else None,
+        "has_reset": item.has_reset,
+        "update_count": item.update_count,
+    }
+
+
+def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
+    """Put back what `result_cache` gave."""
+    item._forward_cache = state["forward"]
+    item.has_reset = state["has_reset"]
+    item._update_count = state["update_count"]
+    item._computed = None
+
+

@@ -1,0 +1,150 @@
+"""What a run is, as far as its order of samples and its arithmetic depend on it: compared when a run resumes.
+
+Taken before training, without a call into the data set: it draws nothing and reads no sample.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+
+from lightning_faulttolerant.errors import FingerprintMismatchError
+
+_SAMPLED_ELEMENTS = 1024
+_DEPTH = 3
+
+
+class Fingerprint:
+    """The fingerprint of one run, as far as it is known yet.
+
+    Hyperparameters are read when it is made, before a LearningRateFinder sets them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._hyperparameters = hyperparameters_fingerprint(trainer.lightning_module)
+
+    def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the whole; `loaders` are the fingerprints of the loaders by place."""
+        return {**self.model(), **self.settings(), "loaders": dict(loaders)}
+
+    def model(self) -> dict[str, Any]:
+        """Return what is known before a checkpoint is loaded."""
+        return {"module": module_fingerprint(self._trainer.lightning_module), "hyperparameters": self._hyperparameters}
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is known when the fit begins."""
+        optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
+        return {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
+
+
+def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return what a loader's batches depend on."""
+    return {
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "num_workers": loader.num_workers,
+        "sampler": _sampler_name(loader),
+        "dataset": _dataset(loader.dataset),
+    }
+
+
+def module_fingerprint(module: LightningModule) -> dict[str, Any]:
+    """Return names and shapes of the parameters."""
+    parameters = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
+    return {"class": type(module).__qualname__, "parameters": parameters}
+
+
+def hyperparameters_fingerprint(module: LightningModule) -> dict[str, Any]:
+    """Return the hyperparameters as text."""
+    return {str(name): _plain(value) for name, value in dict(module.hparams).items()}
+
+
+def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """Return what of the trainer's arguments the order and grouping of batches depends on."""
+    names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
+    arguments = {name: _plain(getattr(trainer, name)) for name in names}
+    return {**arguments, "world_size": trainer.world_size, "precision": str(trainer.precision)}
+
+
+def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the class and the arguments of an optimizer."""
+    defaults = {name: _plain(value) for name, value in optimizer.defaults.items()}
+    return {"class": type(optimizer).__qualname__, **defaults}
+
+
+def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs, with both values."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in sorted({*saved, *now}, key=str):
+            yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
+    elif saved != now:
+        yield f"{path}: {saved!r} when it was saved, {now!r} now"
+
+
+def mismatch(lines: list[str], *, path: str) -> FingerprintMismatchError:
+    """Return the error for `lines` of `differences` from the run that saved `path`."""
+    return FingerprintMismatchError(
+        f"{path} was saved by a run that differs from this one:\n"
+        + "\n".join(f"  - {line}" for line in lines)
+        + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
+        " strict=False to go on with what can be restored, or another run_id to start from the beginning."
+    )
+
+
+def _sampler_name(loader: DataLoader[Any]) -> str:
+    batch_sampler = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "no batching"
+    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return f"{batch_sampler} over {type(inner).__name__}"
+
+
+def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = {"class": type(dataset).__qualname__}
+    if hasattr(dataset, "__len__"):
+        found["length"] = len(dataset)
+    if isinstance(dataset, Subset):
+        found["indices"] = _digest(torch.as_tensor(list(dataset.indices)))
+    if isinstance(dataset, ConcatDataset):
+        found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
+    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+        if isinstance(value, Dataset) and depth < _DEPTH:
+            found[name] = _dataset(value, depth + 1)
+        elif _is_array(value):
+            found[name] = _digest(value)
+        elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value):
+            found[name] = {str(i): _digest(item) for i, item in enumerate(value[:16])}
+    return found
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    is_numpy = numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
+    return is_numpy or (isinstance(value, Tensor) and value.layout is torch.strided)
+
+
+def _digest(array: Any) -> str:
+    flat = torch.as_tensor(array).detach().reshape(-1)
+    stride = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+    sample = flat[::stride].cpu()
+    text = str(sample.tolist()).encode()
+    return f"{list(array.shape)} {array.dtype} crc {zlib.crc32(text):08x}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    # The default text of an object holds its address, which is another one in every process.
+    text = repr(value)
+    return f"a {type(value).__qualname__}" if " at 0x" in text else text

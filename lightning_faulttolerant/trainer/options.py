@@ -1,0 +1,73 @@
+"""The arguments of `FaultTolerance`, checked once, before any work."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from lightning_faulttolerant.trainer.run import check_run_id
+
+_UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """See `FaultTolerance` for what each argument means."""
+
+    dirpath: Path | None
+    run_id: str | None
+    keep_last: int
+    every_n_train_steps: int | None
+    train_time_interval: timedelta | None
+    overhead_budget: float
+    stop_signals: tuple[str, ...]
+    grace_seconds: float
+    save_on_exception: bool
+    auto_resume: bool
+    strict: bool
+
+    def __post_init__(self) -> None:
+        if self.run_id is not None:
+            check_run_id(self.run_id)
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}: without an autosave nothing resumes.")
+        if self.every_n_train_steps is not None and self.train_time_interval is not None:
+            raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
+        if self.every_n_train_steps is not None and self.every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps must be at least 1, got {self.every_n_train_steps}.")
+        if self.train_time_interval is not None and self.train_time_interval <= timedelta(0):
+            raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
+        if not 0 < self.overhead_budget <= 1:
+            raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
+        if self.grace_seconds <= 0:
+            raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
+        for name in self.stop_signals:
+            _check_signal(name)
+
+    @property
+    def signals(self) -> tuple[signal.Signals, ...]:
+        """The stop signals that exist on this system."""
+        return tuple(signal.Signals[name] for name in self.stop_signals if hasattr(signal, name))
+
+
+def _check_signal(name: str) -> None:
+    if name in _UNSTOPPABLE:
+        raise ValueError(f"stop_signals can't hold {name}: no process can handle it as a wish to stop.")
+    if not name.startswith("SIG") or not hasattr(signal, name):
+        raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
+
+
+def checked_dirpath(dirpath: str | Path | None) -> Path | None:
+    """Return `dirpath` as a local path.
+
+    Raises:
+        ValueError: If it is a URL of another file system.
+    """
+    if dirpath is None:
+        return None
+    text = str(dirpath)
+    if "://" in text and not text.startswith("file://"):
+        raise ValueError(f"dirpath must be a local directory for now, got {text!r}. Remote stores come later.")
+    return Path(text.removeprefix("file://"))

@@ -1,0 +1,195 @@
+"""Writes down everything that a fit does, event by event, so that two fits can be compared bit by bit.
+
+Each event goes to its file at once, so that what a killed process did is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_faulttolerant.state.blobs import tensor_to_blob
+from lightning_faulttolerant.trainer.callback import FaultTolerance
+
+
+class Recorder(Callback):
+    """Records batches, losses, learning rates, logged values and validation results of a fit.
+
+    Args:
+        path: The file, one JSON object a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._told_resume = False
+
+    def write(self, event: str, **values: Any) -> None:
+        """Add one event."""
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(json.dumps({"event": event, **values}, sort_keys=True).encode() + b"\n")
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Listen to the loggers."""
+        if stage == "fit" and not any(isinstance(logger, RecordingLogger) for logger in trainer.loggers):
+            trainer.loggers = [*trainer.loggers, RecordingLogger(self)]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Record the contents of a batch."""
+        self._tell_resume(trainer)
+        self.write("batch", epoch=trainer.current_epoch, batch=batch_idx, content=digest(batch))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the loss and the learning rates."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        rates = [[exact(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        self.write("step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record that a validation run begins."""
+        if not trainer.sanity_checking:
+            self._tell_resume(trainer)
+            batch = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+            self.write("validation", epoch=trainer.current_epoch, batch=batch)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Record the contents of a validation batch."""
+        if not trainer.sanity_checking:
+            self.write("validation batch", batch=batch_idx, loader=dataloader_idx, content=digest(batch))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the results of a validation run."""
+        if not trainer.sanity_checking:
+            metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+            self.write("validated", epoch=trainer.current_epoch, metrics=metrics)
+
+    def _tell_resume(self, trainer: Trainer) -> None:
+        if self._told_resume:
+            return
+        self._told_resume = True
+        for callback in trainer.callbacks:
+            report = callback.resume_report if isinstance(callback, FaultTolerance) else None
+            if report is not None:
+                place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
+                self.write("resumed", exact=report.is_exact, **place)
+
+
+class RecordingLogger(Logger):
+    """Records what loggers receive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @property
+    def name(self) -> str:
+        """Give the logger's name."""
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        """Give the logger's version."""
+        return 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        """Record values with their step."""
+        self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Take no notice: hyperparameters are logged once per process."""
+
+
+class KillAt(Callback):
+    """Sends a signal to this process when it trains its `batch`-th batch (counted in this process, from 0).
+
+    Args:
+        batch: When.
+        signum: Which signal.
+        to_group: Whether the whole process group gets it, as with Ctrl-C in a terminal.
+        hook: Where in the batch: ``start``, ``end`` or ``validation`` (the first validation batch behind it).
+    """
+
+    def __init__(
+        self, batch: int, *, signum: int = signal.SIGKILL, to_group: bool = False, hook: str = "start"
+    ) -> None:
+        self._batch = batch
+        self._signum = signum
+        self._to_group = to_group
+        self._hook = hook
+        self._seen = -1
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Count, and strike if it is time."""
+        self._seen += 1
+        self._strike("start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Strike if it is time."""
+        self._strike("end")
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Strike if it is time."""
+        if not trainer.sanity_checking:
+            self._strike("validation")
+
+    def _strike(self, hook: str) -> None:
+        if self._seen == self._batch and self._hook == hook:
+            self._batch = -2
+            if self._to_group:
+                os.killpg(os.getpgid(0), self._signum)
+            else:
+                os.kill(os.getpid(), self._signum)
+
+
+def exact(value: Any) -> Any:
+    """Return a number as text that loses no bit, anything else as what JSON can hold."""
+    if isinstance(value, Tensor):
+        return digest(value) if value.numel() != 1 else exact(value.item())
+    return value.hex() if isinstance(value, float) else value
+
+
+def digest(value: Any) -> str:
+    """Return a digest of nested tensors and plain values."""
+    state = hashlib.blake2b(digest_size=8)
+    _feed(state, value)
+    return state.hexdigest()
+
+
+def _feed(state: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        state.update(f"{value.dtype}{list(value.shape)}".encode())
+        state.update(tensor_to_blob(value.detach().cpu()))
+    elif isinstance(value, Mapping):
+        for key in value:
+            state.update(str(key).encode())
+            _feed(state, value[key])
+    elif isinstance(value, (list, tuple)):
+        state.update(str(len(value)).encode())
+        for item in value:
+            _feed(state, item)
+    else:
+        state.update(repr(value).encode())
+
+
+def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -> None:
+    """Record the weights, the optimizer states and the generators' next draws behind a fit."""
+    weights = {name: value for name, value in trainer.lightning_module.state_dict().items()}
+    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+    recorder.write(
+        "end", weights=digest(weights), optimizers=digest(optimizers), metrics=metrics, draws=dict(draws)
+    )
+
+

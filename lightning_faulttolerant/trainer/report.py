@@ -1,0 +1,48 @@
+"""What a resume restored: one dataclass, and one readable text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeReport:
+    """What was restored when a fit resumed.
+
+    Args:
+        path: The checkpoint that it resumed from.
+        position: Where that was taken, in words.
+        epoch: The epoch that the fit goes on in.
+        batch: How many batches of it had been consumed.
+        global_step: Optimizer steps so far.
+        exact: What goes on exactly, each with a short description.
+        not_exact: What does not, each with the reason.
+        notes: What is worth knowing: another machine, other versions.
+        seconds: From the choice of the checkpoint until the first batch can be fetched.
+    """
+
+    path: str
+    position: str
+    epoch: int
+    batch: int
+    global_step: int
+    exact: tuple[str, ...]
+    not_exact: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    seconds: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether everything goes on exactly."""
+        return not self.not_exact
+
+    def __str__(self) -> str:
+        verdict = "exactly" if self.is_exact else "NOT EXACTLY"
+        lines = [
+            f"Resumed {verdict} {self.position}, global step {self.global_step}, in {self.seconds:.2f} s",
+            f"  from      {self.path}",
+            f"  exact     {', '.join(self.exact)}",
+        ]
+        lines += [f"  NOT EXACT {line}" for line in self.not_exact]
+        lines += [f"  note      {line}" for line in self.notes]
+        return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""One resume: what a checkpoint holds for this run, whether it fits, when which part is put back, and the report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_faulttolerant.errors import CheckpointError, NotExactError
+from lightning_faulttolerant.state.blobs import unpack_blobs
+from lightning_faulttolerant.trainer.autosave import KEY, VERSION
+from lightning_faulttolerant.trainer.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
+from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, Position
+from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.surroundings import surroundings
+
+_log = logging.getLogger(__name__)
+
+LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
+
+
+class Resume:
+    """Restores one fit from one checkpoint.
+
+    Args:
+        trainer: Whose fit it is.
+        choice: The checkpoint.
+        loaders: The fit's loaders.
+        fingerprint: What this run is.
+        strict: Whether what can't be restored exactly is an error.
+
+    Raises:
+        NotExactError: If `strict`, and the checkpoint is not of this run or can't be resumed exactly.
+    """
+
+    def __init__(
+        self, trainer: Trainer, choice: Choice, loaders: Loaders, fingerprint: Fingerprint, *, strict: bool
+    ) -> None:
+        self._trainer = trainer
+        self._path = str(choice.path)
+        self._loaders = loaders
+        self._fingerprint = fingerprint
+        self._strict = strict
+        self._began = time.monotonic()
+        self._not_exact: list[str] = []
+        self._part = choice.part
+        self._state: Mapping[str, Any] = {}
+        self.position: Position | None = None
+        self.report: ResumeReport | None = None
+        self.is_pending = True
+        if self._part is None:
+            self._without_our_part()
+        else:
+            self._read(self._part)
+
+    def _without_our_part(self) -> None:
+        self._not_exact.append(
+            f"the checkpoint has no part of {KEY}: order of samples, random generators, metrics and logged values of"
+            " the epoch start anew, as Lightning does"
+        )
+
+    def _read(self, part: Mapping[str, Any]) -> None:
+        if part["version"] > VERSION:
+            raise CheckpointError(
+                f"{self._path} was written in format {part['version']}, this version of the package reads up to"
+                f" {VERSION}. Its state would be misread. Install the newer version."
+            )
+        self.position = Position(**part["position"])
+        if not self.position.can_be_exact:
+            self._fails(
+                f"{self._path} was saved by somebody else {self.position}. What still had to run in that hook, and"
+                " behind it, can't be run again"
+            )
+            self.position = None
+            return
+        self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
+        self._state = unpack_blobs(part["ranks"][0])
+        self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
+        if self._not_exact and self._strict:
+            raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
+        self._loaders.resume_from(self._state.get("loaders", {}))
+
+    def check(self) -> None:
+        """Compare what is known when the fit begins, and what it may do there.
+
+        Raises:
+            FingerprintMismatchError: If `strict`, and this is another run than the one that saved.
+        """
+        if self._part is None or self.position is None:
+            return
+        saved = self._part["fingerprint"]
+        self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
+        self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
+        if "trainer" in self._state:
+            # An EarlyStopping that had ended the fit must not let it go on.
+            self._trainer.should_stop = self._state["trainer"]["should_stop"]
+
+    def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        lines = [line for name in names if name in saved for line in differences(saved[name], now.get(name), name)]
+        if lines and self._strict:
+            raise mismatch(lines, path=self._path)
+        for line in lines:
+            _log.warning("%s differs: %s", self._path, line)
+        self._not_exact += lines
+
+    def _fails(self, reason: str) -> None:
+        if self._strict:
+            raise NotExactError(f"{reason}. Resume from an autosave, or pass FaultTolerance(strict=False).")
+        _log.warning(reason)
+        self._not_exact.append(reason)
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Return whether the state is one of the middle of an epoch, and not put back yet."""
+        return self.is_pending and self.position is not None and self.position.where in (BOUNDARY, VALIDATION)
+
+    @property
+    def is_behind_the_end(self) -> bool:
+        """Return whether the state is one of a finished fit, and not put back yet."""
+        return self.is_pending and self.position is not None and self.position.where == FINISHED
+
+    def restore(self, run_state: RunState) -> None:
+        """Put the state back; to be called when nothing but the next fetch, or what is still owed, comes behind it.
+
+        Raises:
+            NotExactError: If `strict`, and a part of the state has nothing to go to.
+        """
+        missing = run_state.load_state_dict(self._state)
+        if missing and self._strict:
+            raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
+        self._not_exact += missing
+        self.settle()
+
+    def settle(self) -> None:
+        """End the resume and report it."""
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        self._loaders.resumed()
+        position = self.position
+        saved = self._part["surroundings"] if self._part is not None else {}
+        changed = differences(saved, surroundings(self._trainer)) if saved else ()
+        notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
+        self.report = ResumeReport(
+            path=self._path,
+            position=str(position) if position is not None else "where Lightning takes it to be",
+            epoch=self._trainer.current_epoch if position is None else position.epoch,
+            batch=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready if position is None else position.batch,
+            global_step=self._trainer.global_step,
+            exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
+            not_exact=tuple([*self._not_exact, *self._loaders.not_exact]),
+            notes=tuple([*notes, *self._loaders.notes()]),
+            seconds=time.monotonic() - self._began,
+        )
+        rank_zero_info(str(self.report))

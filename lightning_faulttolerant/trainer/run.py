@@ -1,0 +1,114 @@
+"""Which run this is: where its autosaves lie, which of them a fit goes on from, and when they are removed.
+
+Autosaves lie in ``<dirpath>/<run_id>/fit-<n>/``: the same command finds its own again, a sweep in one directory does
+not mix, and the second fit of a script is told from the first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from lightning_faulttolerant.checkpoint.lock import RunLock
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+
+_log = logging.getLogger(__name__)
+
+RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
+# The task's number in a job array; a job's own id is another one each time it is submitted.
+_ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
+_ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_run_id(run_id: str) -> str:
+    """Return `run_id` if it can name a directory.
+
+    Raises:
+        ValueError: If it can't.
+    """
+    if not _ALLOWED.fullmatch(run_id):
+        raise ValueError(
+            f"run_id must be 1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit;"
+            f" got {run_id!r}. It names the directory of this run's autosaves."
+        )
+    return run_id
+
+
+def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
+    """Return the run id of a command: the one in the environment, else a hash of script, arguments and array task."""
+    if environment.get(RUN_ID_VARIABLE):
+        return check_run_id(environment[RUN_ID_VARIABLE])
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = os.path.abspath(main) if main else "interactive"
+    arguments = argv[1:] if main else []
+    task = [f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)]
+    digest = hashlib.blake2b("\0".join([script, *arguments, *task]).encode(), digest_size=6).hexdigest()
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip("-._") or "run"
+    return f"{stem}-{digest}"
+
+
+class Run:
+    """One run's directory, held against other processes until this one ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.num_fits = 0
+        self.failed = False
+        self.process_id = os.getpid()
+        self._lock = RunLock(directory)
+        self._lock.acquire()
+        atexit.register(self._end)
+
+    def next_fit(self, *, keep_last: int) -> AutosaveSeries:
+        """Return the autosaves of the next fit of this process."""
+        self.num_fits += 1
+        return AutosaveSeries(self.directory / f"fit-{self.num_fits}", keep_last=keep_last)
+
+    def _end(self) -> None:
+        if os.getpid() != self.process_id:
+            return
+        # The interpreter sets these for an exception that nobody caught.
+        uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if not self.failed and uncaught is None:
+            self.remove()
+        self._lock.release()
+        if not self.failed and uncaught is None:
+            _remove_if_empty(self.directory)
+
+    def remove(self) -> None:
+        """Remove all autosaves of this run."""
+        for directory in sorted(self.directory.glob("fit-*")):
+            AutosaveSeries(directory, keep_last=1).remove_all()
+
+
+_runs: dict[Path, Run] = {}
+
+
+def open_run(dirpath: Path, run_id: str) -> Run:
+    """Return this process's run of that name, locked against other processes.
+
+    Raises:
+        RunInUseError: If another process has it.
+        OSError: If the directory can't be written.
+    """
+    directory = (dirpath / run_id).resolve()
+    run = _runs.get(directory)
+    if run is None or run.process_id != os.getpid():
+        directory.mkdir(parents=True, exist_ok=True)
+        run = _runs[directory] = Run(directory)
+    return run
+
+
+def _remove_if_empty(directory: Path) -> None:
+    for path in (directory / "run.lock", directory):
+        try:
+            path.unlink() if path.is_file() else path.rmdir()
+        except OSError as error:
+            _log.debug("%s stays: %s", path, error)
+            return

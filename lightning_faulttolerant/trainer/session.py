@@ -1,0 +1,296 @@
+"""One fit: the seams of Lightning's that are taken over at its start and given back at its end, and what each does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.autosave import Autosaver
+from lightning_faulttolerant.trainer.boundary import Boundary
+from lightning_faulttolerant.trainer.capture import RunState
+from lightning_faulttolerant.trainer.choice import Choice, choose
+from lightning_faulttolerant.trainer.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, position_of
+from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.resume import Resume
+from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
+from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals
+from lightning_faulttolerant.trainer.strategy import TRAIN
+from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
+from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.surroundings import surroundings
+
+_log = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+class Session:
+    """Everything of ours that lives as long as one fit.
+
+    Args:
+        trainer: Whose fit it is.
+        options: The callback's.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        self._trainer = trainer
+        self._options = options
+        dirpath = options.dirpath or Path(trainer.default_root_dir) / "fault_tolerance"
+        self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        self._series = self._run.next_fit(keep_last=options.keep_last)
+        self._loaders = Loaders(trainer, strict=options.strict)
+        self._fingerprint = Fingerprint(trainer)
+        self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
+        self._patches = compat.Patches()
+        self._choice: Choice | None = None
+        self._resume: Resume | None = None
+        self._boundary: Boundary | None = None
+        self._run_state: RunState | None = None
+        self.autosaver: Autosaver | None = None
+        self._renews_iterator = False
+
+    @property
+    def report(self) -> ResumeReport | None:
+        """What was restored, if this fit resumed."""
+        return self._resume.report if self._resume is not None else None
+
+    def open(self) -> None:
+        """Take the seams over."""
+        trainer, wrap = self._trainer, self._patches.wrap
+        fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
+        connector = compat.checkpoint_connector(trainer)
+        wrap(connector, "resume_start", self._wrap_resume_start)
+        wrap(connector, "restore_training_state", self._wrap_restore_training_state)
+        wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
+        wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
+        wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
+        wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION_LOADERS))
+        wrap(fit_loop, "on_run_start", self._wrap_fit_start)
+        wrap(epoch_loop, "reset", self._wrap_epoch_reset)
+        wrap(epoch_loop, "on_run_start", self._wrap_epoch_start)
+        wrap(epoch_loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
+        wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
+        wrap(val_loop, "run", self._wrap_validation)
+        wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+
+    def finish(self) -> None:
+        """End a fit that came to its end: leave one autosave that says so.
+
+        Raises:
+            TrainingStopped: If a stop was asked for since the last boundary.
+        """
+        resume, stopped_by = self._resume, self._stop.requested
+        try:
+            if resume is not None and resume.is_pending:
+                resume.restore(self._state())
+            elif self.autosaver is not None:
+                self.autosaver.save(position_of(self._trainer, FINISHED))
+        finally:
+            self.close()
+        if stopped_by is not None:
+            raise TrainingStopped(128 + stopped_by, "Stopped behind the end of the fit")
+
+    def interrupt(self, exception: BaseException) -> None:
+        """End a fit that an exception ended: save what can be saved, and never hide the exception."""
+        self._run.failed = True
+        saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
+        try:
+            if saves and not self._is_saved(exception):
+                self._save_interrupted(exception)
+        finally:
+            self._loaders.close_workers()
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        self._stop.uninstall()
+        self._loaders.release_workers()
+        self._loaders.put_back()
+        self._patches.undo()
+        self._boundary = self.autosaver = self._run_state = None
+
+    def _is_saved(self, exception: BaseException) -> bool:
+        assert self.autosaver is not None
+        return isinstance(exception, TrainingStopped) and self.autosaver.saved == position_of(self._trainer, BOUNDARY)
+
+    def _save_interrupted(self, exception: BaseException) -> None:
+        assert self._boundary is not None
+        assert self.autosaver is not None
+        name = type(exception).__name__
+        if compat.overrides_save_hook(self._trainer):
+            rank_zero_info(f"{name}: the last autosave stays, since on_save_checkpoint is overridden.")
+            return
+        try:
+            saved = self._boundary.save_interrupted()
+        except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
+            rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
+            return
+        rank_zero_info(f"{name}: {'saved' if saved else 'the last autosave stays'}, {self.autosaver.saved}.")
+
+    # What the seams do.
+
+    def _wrap_resume_start(self, original: Method) -> Method:
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._choice is not None:  # a finder saves and restores its own checkpoint inside the fit
+                original(checkpoint_path, *args, **kwargs)
+                return
+            self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
+            if self._choice.checkpoint is None:
+                original(self._choice.path, *args, **kwargs)
+                self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+            else:
+                rank_zero_info(f"Resuming from {self._choice.path}")
+                compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
+            if self._choice.path is not None:
+                self._begin_resume()
+
+        return resume_start
+
+    def _begin_resume(self) -> None:
+        assert self._choice is not None
+        self._resume = Resume(self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict)
+
+    def _wrap_restore_training_state(self, original: Method) -> Method:
+        def restore_training_state() -> None:
+            resuming = self._choice is not None and self._choice.path is not None
+            if resuming and self._choice is not None and not compat.loaded_checkpoint(self._trainer):
+                compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint or {})
+            original()
+
+        return restore_training_state
+
+    def _wrap_register_signal_handlers(self, original: Method) -> Method:
+        def register_signal_handlers() -> None:
+            original()
+            self._begin()
+
+        return register_signal_handlers
+
+    def _begin(self) -> None:
+        """Begin the fit's real work: whatever a finder did before is over."""
+        self._stop.install(compat.original_handlers(self._trainer))
+        self._run_state = RunState(self._trainer, self._loaders)
+        if self._resume is not None:
+            self._resume.check()
+        origin = self._choice.origin if self._choice is not None else None
+        header = {"origin": origin, "surroundings": surroundings(self._trainer)}
+        self.autosaver = Autosaver(
+            self._trainer,
+            self._series,
+            self._run_state,
+            self._options,
+            header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
+        )
+
+    def _state(self) -> RunState:
+        assert self._run_state is not None
+        return self._run_state
+
+    def _wrap_process_dataloader(self, original: Method) -> Method:
+        return lambda loader: self._loaders.process(original(loader))
+
+    def _wrap_setup_data(self, original: Method, stage: str) -> Method:
+        def setup_data() -> None:
+            self._loaders.begin(stage)
+            original()
+
+        return setup_data
+
+    def _wrap_fit_start(self, original: Method) -> Method:
+        def on_run_start() -> None:
+            original()
+            if self.autosaver is not None and self._resume is not None and self._resume.is_behind_the_end:
+                self._resume.restore(self._state())
+                compat.set_not_restarting(self._trainer)
+                self._renews_iterator = True
+
+        return on_run_start
+
+    def _wrap_epoch_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            # The counters are those of a boundary already; Lightning would guess where it is, and guess wrong.
+            if not self._resumes_in_epoch():
+                original()
+
+        return reset
+
+    def _resumes_in_epoch(self) -> bool:
+        return self.autosaver is not None and self._resume is not None and self._resume.is_in_epoch
+
+    def _wrap_epoch_start(self, original: Method) -> Method:
+        def on_run_start(data_fetcher: Any) -> None:
+            if self._renews_iterator:
+                self._renews_iterator = False
+                compat.renew_iterator(self._trainer)
+            original(data_fetcher)
+            if self.autosaver is None:
+                return
+            if self._resumes_in_epoch() and self._resume is not None:
+                position = self._resume.position
+                self._resume.restore(self._state())
+                compat.set_not_restarting(self._trainer)
+                self._make_boundary()
+                if position is not None and position.where == VALIDATION:
+                    compat.finish_batch(self._trainer)
+            elif self._resume is not None:
+                self._resume.settle()
+
+        return on_run_start
+
+    def _make_boundary(self) -> Boundary:
+        assert self.autosaver is not None
+        if self._boundary is None:
+            self._boundary = Boundary(
+                self._trainer,
+                loaders=self._loaders,
+                run_state=self._state(),
+                autosaver=self.autosaver,
+                stop=self._stop,
+                agreement=SoleRank(),
+                overhead_budget=self._options.overhead_budget,
+            )
+        return self._boundary
+
+    def _wrap_before_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            if self.autosaver is not None:
+                (self._boundary or self._make_boundary()).before_batch()
+            original()
+
+        return before_fetch
+
+    def _wrap_after_fetch(self, original: Method) -> Method:
+        def after_fetch() -> None:
+            original()
+            if self._boundary is not None:
+                self._boundary.after_fetch()
+
+        return after_fetch
+
+    def _wrap_validation(self, original: Method) -> Method:
+        def run() -> Any:
+            if self.autosaver is not None and not self._trainer.sanity_checking:
+                self._make_boundary().before_validation()
+            return original()
+
+        return run
+
+    def _wrap_before_validation_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            if self._boundary is not None and not self._trainer.sanity_checking:
+                self._boundary.before_validation_batch()
+            original()
+
+        return before_fetch
+

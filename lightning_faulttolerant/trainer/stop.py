@@ -1,0 +1,171 @@
+"""Stop signals: a handler only sets a flag; at a boundary the ranks agree, save and end.
+
+A watcher thread steps in where the main thread can't reach a boundary by itself: it waits for a batch that a stuck
+worker never delivers, or the grace period is over. It sends the signal once more, and the handler then raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import Any, Protocol
+
+from lightning_faulttolerant.errors import TrainingStopped
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_STUCK_FETCH_SECONDS = 1.0
+# What is left of the grace period for a save and for the end of the process.
+_RESERVED_SHARE = 0.2
+
+
+def exit_code(signum: int) -> int:
+    """Return the exit code of a process that ended for a signal: 143 for SIGTERM, 130 for SIGINT."""
+    return 128 + signum
+
+
+def stopped_by(signum: int, where: str) -> TrainingStopped:
+    """Return the exception that ends the process for a signal."""
+    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}")
+
+
+class StopSignals:
+    """Handles stop signals from `install` to `uninstall`.
+
+    Args:
+        signals: Which.
+        grace_seconds: How long after the first one the process has to end.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
+        self._signals = tuple(signals)
+        self._grace_seconds = grace_seconds
+        self._previous: dict[int, Any] = {}
+        self._installed = threading.Event()
+        self._must_raise = False
+        self._main_thread = threading.main_thread().ident
+        self.requested: int | None = None
+        self._requested_at = 0.0
+        self._saving = False
+        self.fetch_began: float | None = None
+        """When the fetch that is under way began, if its batch comes from workers."""
+
+    def install(self, original_handlers: Mapping[int, Any]) -> None:
+        """Take over the signals; `original_handlers` are those to call besides, and what `uninstall` leaves alone."""
+        if threading.current_thread() is not threading.main_thread():
+            _log.warning("Stop signals are not handled: fit does not run in the main thread.")
+            return
+        for signum in self._signals:
+            self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
+            signal.signal(signum, self._handle)
+        self._installed.set()
+        threading.Thread(target=self._watch, name="fault-tolerance-stop", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Give the signals back, where nobody else has taken them since."""
+        self._installed.clear()
+        for signum, (previous, _) in self._previous.items():
+            if signal.getsignal(signum) == self._handle:
+                signal.signal(signum, previous)
+        self._previous.clear()
+
+    def begin_save(self) -> None:
+        """Let the watcher wait: the state is being saved."""
+        self._saving = True
+
+    def end_save(self) -> None:
+        """Let the watcher go on."""
+        self._saving = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._must_raise:
+            self._must_raise = False
+            raise stopped_by(self.requested or signum, "while it could not reach the next batch")
+        if self.requested is not None:
+            if signum == signal.SIGINT:
+                raise stopped_by(signum, "at once, at the second signal")
+            return
+        self._requested_at = time.monotonic()
+        self.requested = signum
+        original = self._previous.get(signum, (None, None))[1]
+        if callable(original) and original is not signal.default_int_handler:
+            original(signum, frame)
+
+    def _watch(self) -> None:
+        while self._installed.is_set():
+            time.sleep(_POLL_SECONDS)
+            requested = self.requested
+            if requested is not None and not self._saving and self._is_stuck() and self._installed.is_set():
+                self._must_raise = True
+                signal.pthread_kill(self._main_thread or 0, requested)
+                self._requested_at = time.monotonic()  # not again before the next time-out
+
+    def _is_stuck(self) -> bool:
+        now = time.monotonic()
+        if now - self._requested_at > self._grace_seconds * (1 - _RESERVED_SHARE):
+            return True
+        fetch_began = self.fetch_began
+        waits_since = None if fetch_began is None else max(fetch_began, self._requested_at)
+        return waits_since is not None and now - waits_since > _STUCK_FETCH_SECONDS
+
+
+class Agreement(Protocol):
+    """How ranks agree at which boundary all of them stop."""
+
+    def stop_signal(self, requested: int | None) -> int | None:
+        """Return the signal to stop for at this boundary, or ``None`` to go on; called at every boundary."""
+
+
+class SoleRank:
+    """The agreement of a single rank with itself."""
+
+    def stop_signal(self, requested: int | None) -> int | None:
+        """Return what was requested."""
+        return requested
+
+
+class StoreAgreement:
+    """Ranks agree over a key-value store (torch's ``Store``): no collective, no device.
+
+    A rank that was asked to stop writes it into the store. Each rank looks at every boundary; the first time it sees
+    the request it writes the number of its boundary and waits until all ranks have. All stop at the highest of these
+    numbers. A rank that is behind goes on to that boundary; none can be further on than that.
+
+    Args:
+        store: With ``set``, ``get``, ``check`` and ``wait``.
+        rank: Of this process.
+        world_size: Number of ranks.
+        prefix: Of the keys, so that several fits can share a store.
+    """
+
+    def __init__(self, store: Any, *, rank: int, world_size: int, prefix: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._prefix = prefix
+        self._boundary = -1
+        self._stop_at: int | None = None
+        self._signal = 0
+
+    def stop_signal(self, requested: int | None) -> int | None:
+        """Return the signal to stop for at this boundary, or ``None`` to go on; called at every boundary."""
+        self._boundary += 1
+        if self._stop_at is None and requested is not None:
+            self._store.set(f"{self._prefix}/signal", str(requested))
+        if self._stop_at is None and self._store.check([f"{self._prefix}/signal"]):
+            self._agree()
+        return self._signal if self._stop_at is not None and self._boundary >= self._stop_at else None
+
+    def _agree(self) -> None:
+        self._signal = int(self._store.get(f"{self._prefix}/signal"))
+        self._store.set(f"{self._prefix}/at/{self._rank}", str(self._boundary))
+        keys = [f"{self._prefix}/at/{rank}" for rank in range(self._world_size)]
+        self._store.wait(keys)
+        self._stop_at = max(int(self._store.get(key)) for key in keys)
+
+

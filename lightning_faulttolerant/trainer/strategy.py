@@ -1,0 +1,145 @@
+"""The loaders of a fit: each is replaced by a copy that can be followed, and put back when the fit is over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.tracked import TrackedLoader, why_not_exact
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
+
+_log = logging.getLogger(__name__)
+
+TRAIN = "train"
+VALIDATION = "validation"
+
+
+class Loaders:
+    """Every loader that Lightning processes during a fit, by its place: ``train/0``, ``validation/0``, ...
+
+    Args:
+        trainer: Whose fit it is.
+        strict: Whether a loader that can't be resumed exactly is an error.
+    """
+
+    def __init__(self, trainer: Trainer, *, strict: bool) -> None:
+        self._trainer = trainer
+        self._strict = strict
+        self._next_index = {TRAIN: 0, VALIDATION: 0}
+        self._originals: list[tuple[Any, Any]] = []
+        self._states: Mapping[str, Any] = {}
+        self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
+        self.trackers: dict[str, TrackedLoader] = {}
+        self.fingerprints: dict[str, Any] = {}
+        self.not_exact: list[str] = []
+
+    def begin(self, stage: str) -> None:
+        """Get ready for the loaders of a stage to be processed anew."""
+        self._next_index[stage] = 0
+
+    def resume_from(self, states: Mapping[str, Any]) -> None:
+        """Let every loader that is processed from now on go on from its place in `states`."""
+        self._states = states
+        for place, tracker in self.trackers.items():
+            self._resume(place, tracker)
+
+    def expect(self, check: Callable[[str, Any], None]) -> None:
+        """Let `check` see the place and the fingerprint of each loader, of those that are processed later too."""
+        self._check = check
+        for place, fingerprint in self.fingerprints.items():
+            check(place, fingerprint)
+
+    def resumed(self) -> None:
+        """Let loaders that are processed from now on begin at their beginning."""
+        self._states = {}
+
+    def process(self, loader: Any) -> Any:
+        """Return what stands in for a loader that Lightning has processed."""
+        stage = VALIDATION if self._trainer.validating or self._trainer.sanity_checking else TRAIN
+        index = self._next_index[stage]
+        self._next_index[stage] += 1
+        place = f"{stage}/{index}"
+        reason = why_not_exact(loader)
+        if reason is None and stage == TRAIN and index:
+            reason = "it is one of several training loaders, which are not supported yet"
+        if reason is not None:
+            self._refuse(place, reason)
+            return loader
+        tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
+        tracker.index_side.strict = self._strict
+        self.trackers[place] = tracker
+        self.fingerprints[place] = loader_fingerprint(loader)
+        tracked = tracker.copy_of(loader)
+        self._originals.append((tracked, loader))
+        self._check(place, self.fingerprints[place])
+        self._resume(place, tracker)
+        return tracked
+
+    def _resume(self, place: str, tracker: TrackedLoader) -> None:
+        if place in self._states:
+            tracker.load_state_dict(self._states[place])
+
+    def _refuse(self, place: str, reason: str) -> None:
+        message = f"Loader {place} can't be resumed exactly: {reason}."
+        if self._strict:
+            raise NotExactError(f"{message} Change the loader, or pass FaultTolerance(strict=False) to train without it.")
+        _log.warning(message)
+        self.not_exact.append(message)
+
+    def state_dict(self, consumed: int | None) -> dict[str, Any]:
+        """Return the position of each loader.
+
+        Args:
+            consumed: Batches of the training epoch that are consumed; ``None`` if no epoch is under way.
+        """
+        return {
+            place: tracker.state_dict(consumed if place.startswith(TRAIN) else None)
+            for place, tracker in self.trackers.items()
+        }
+
+    def held_state(self) -> dict[str, dict[str, bytes]]:
+        """Return the generators that the loaders' objects hold."""
+        return {place: tracker.held.state_dict() for place, tracker in self.trackers.items()}
+
+    def load_held(self, state: Mapping[str, Mapping[str, bytes]]) -> list[str]:
+        """Put those generators back; return the paths that are not there any more."""
+        missing = []
+        for place, held in state.items():
+            if place in self.trackers:
+                missing += [f"{place}: {name}" for name in self.trackers[place].held.load_state_dict(held)]
+        return missing
+
+    def notes(self) -> list[str]:
+        """Return what was found out about samplers while they were resumed."""
+        return [note for tracker in self.trackers.values() for note in tracker.index_side.notes]
+
+    def has_workers(self) -> bool:
+        """Return whether training batches come from worker processes."""
+        return any(t.num_workers for place, t in self.trackers.items() if place.startswith(TRAIN))
+
+    def num_handed_out(self) -> int:
+        """Return how many index batches of the training epoch were drawn so far."""
+        return sum(t.index_side.record.handed_out for place, t in self.trackers.items() if place.startswith(TRAIN))
+
+    def close_workers(self) -> None:
+        """End all workers at once, those that are stuck too."""
+        for tracker in self.trackers.values():
+            tracker.close_workers()
+
+    def release_workers(self) -> None:
+        """Let workers that are still there follow a termination again."""
+        for tracker in self.trackers.values():
+            tracker.release_workers()
+
+    def put_back(self) -> None:
+        """Put the loaders that Lightning would have without us where our copies are."""
+        replaced = {id(tracked): original for tracked, original in self._originals}
+        for combined in compat.combined_loaders(self._trainer):
+            combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
+        self.trackers.clear()
+        self._originals.clear()

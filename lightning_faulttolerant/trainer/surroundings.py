@@ -1,0 +1,29 @@
+"""Versions, devices and threads: what the last bits of the arithmetic depend on besides the run itself."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Trainer
+
+
+def surroundings(trainer: Trainer) -> dict[str, Any]:
+    """Return what this process computes with."""
+    numpy = sys.modules.get("numpy")
+    device = trainer.strategy.root_device
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": str(lightning.__version__),
+        "numpy": None if numpy is None else str(numpy.__version__),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }

@@ -1,0 +1,285 @@
+"""A changed byte is detected or harmless, and a refusal to unpickle is no damage."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict, defaultdict
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.checkpoint import load_file, unsafe_paths, verify_file
+from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+
+CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}
+
+
+def _bytes_of(obj: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+SOUND = _bytes_of(CONTENT)
+
+
+def _is_detected_or_harmless(path: Path, data: bytes) -> bool:
+    path.write_bytes(data)
+    try:
+        verify_file(path)
+    except DamagedCheckpointError:
+        return True
+    loaded = torch.load(path, weights_only=True)
+    same = torch.equal(loaded["weights"], CONTENT["weights"]) and loaded["weights"].dtype == torch.int64
+    return same and {**loaded, "weights": None} == {**CONTENT, "weights": None}
+
+
+def test_sound_file_verifies_and_loads(tmp_path):
+    """A file that torch.save wrote must verify, by buffer and by name, and load as it was."""
+    (tmp_path / "buffer.ckpt").write_bytes(SOUND)
+    torch.save(CONTENT, tmp_path / "name.ckpt")
+    for path in tmp_path.iterdir():
+        verify_file(path)
+        assert load_file(path)["nested"] == CONTENT["nested"]
+
+
+@pytest.mark.parametrize("name", ["über.ckpt", "no suffix", "epoch=0-step=3.ckpt", "a.b.c.ckpt"])
+def test_any_file_name_verifies(tmp_path, name):
+    """The name of the file, which torch writes into its records, must not matter."""
+    torch.save(CONTENT, tmp_path / name)
+    verify_file(tmp_path / name)
+
+
+@settings(database=None, deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(SOUND) - 1), flip=st.integers(1, 255))
+def test_any_changed_byte_is_detected_or_harmless(tmp_path, position, flip):
+    """Wherever a byte changes, the file must be refused or load exactly as before."""
+    data = bytearray(SOUND)
+    data[position] ^= flip
+    assert _is_detected_or_harmless(tmp_path / "a.ckpt", bytes(data))
+
+
+@pytest.mark.parametrize("flip", [0x01, 0xFF])
+def test_each_changed_byte_is_detected_or_harmless(tmp_path, flip):
+    """No position in the file may be left out: each is tried."""
+    missed = []
+    for position in range(len(SOUND)):
+        data = bytearray(SOUND)
+        data[position] ^= flip
+        if not _is_detected_or_harmless(tmp_path / "a.ckpt", bytes(data)):
+            missed.append(position)
+    assert missed == []
+
+
+def _without_meaning() -> set[int]:
+    """The bytes that may change: torch's padding between header and content, and the notes on zip versions."""
+    positions: set[int] = set()
+    with zipfile.ZipFile(io.BytesIO(SOUND)) as archive:
+        for record in archive.infolist():
+            num_name_bytes, num_padding_bytes = struct.unpack_from("<2H", SOUND, record.header_offset + 26)
+            padding = record.header_offset + 30 + num_name_bytes
+            positions |= set(range(padding, padding + num_padding_bytes))
+    end = SOUND.rindex(b"PK\x06\x06")
+    return positions | set(range(end + 12, end + 16))
+
+
+def test_only_bytes_without_meaning_may_change_undetected():
+    """A disk that changes bytes must be noticed wherever possible, also where torch would not look."""
+    undetected = set()
+    for position in range(len(SOUND)):
+        data = bytearray(SOUND)
+        data[position] ^= 0x40
+        if find_damage(io.BytesIO(data)) is None:
+            undetected.add(position)
+    assert undetected
+    assert undetected <= _without_meaning()
+
+
+def test_each_truncation_and_extension_is_detected():
+    """A file that ends anywhere before its end, or behind it, must be refused."""
+    assert find_damage(io.BytesIO(SOUND)) is None
+    assert [size for size in range(len(SOUND)) if find_damage(io.BytesIO(SOUND[:size])) is None] == []
+    assert find_damage(io.BytesIO(SOUND + b"\0")) is not None
+
+
+def test_flip_in_the_last_chunk_of_a_large_record_is_detected(tmp_path):
+    """The whole of a record must be read, not only its first chunk of 1 MiB."""
+    torch.save({"weights": torch.zeros(3 * 1024 * 1024, dtype=torch.uint8)}, tmp_path / "a.ckpt")
+    verify_file(tmp_path / "a.ckpt")
+    with open(tmp_path / "a.ckpt", "r+b") as file:
+        file.seek(3 * 1024 * 1024)
+        file.write(b"\x01")
+    with pytest.raises(DamagedCheckpointError, match=r"record a/data/0 has CRC32"):
+        verify_file(tmp_path / "a.ckpt")
+
+
+def test_message_names_the_path_and_the_reason(tmp_path):
+    """Who reads the error must learn which file it is and what is wrong with it."""
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    (tmp_path / "folder.ckpt").mkdir()
+    with pytest.raises(DamagedCheckpointError, match=r"missing\.ckpt is damaged: No such file"):
+        verify_file(tmp_path / "missing.ckpt")
+    with pytest.raises(DamagedCheckpointError, match=r"folder\.ckpt is damaged: Is a directory"):
+        verify_file(tmp_path / "folder.ckpt")
+    with pytest.raises(DamagedCheckpointError, match=r"text\.ckpt is damaged: it is not a complete zip file"):
+        verify_file(tmp_path / "text.ckpt")
+
+
+def test_missing_permission_is_not_damage(tmp_path, monkeypatch):
+    """A file that can't be read must not be taken for damaged, or it would be set aside; a bad disk is damage."""
+    (tmp_path / "a.ckpt").write_bytes(SOUND)
+    monkeypatch.setattr("builtins.open", _raising(PermissionError(errno.EACCES, "not yours")))
+    with pytest.raises(PermissionError):
+        verify_file(tmp_path / "a.ckpt")
+    monkeypatch.setattr("builtins.open", _raising(OSError(errno.EIO, "bad disk")))
+    with pytest.raises(DamagedCheckpointError, match="bad disk"):
+        verify_file(tmp_path / "a.ckpt")
+
+
+def _raising(error: OSError):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs")
+def test_file_without_checksums_is_refused_with_that_cause(tmp_path):
+    """A file saved with torch's CRC32 switched off can't be verified; the message must name this cause."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(CONTENT, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(DamagedCheckpointError, match=r"set_crc32_options\(False\)"):
+        verify_file(tmp_path / "a.ckpt")
+
+
+def test_foreign_zip_is_refused(tmp_path):
+    """A sound zip file that torch.save did not write must be refused with its records named."""
+    with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
+        archive.writestr("folder/readme.txt", "hello")
+    with pytest.raises(DamagedCheckpointError, match=r"not written by torch\.save: its records are \['readme\.txt'\]"):
+        verify_file(tmp_path / "a.ckpt")
+
+
+class _MakesDirectory:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def test_refusal_to_unpickle_is_not_damage(tmp_path):
+    """A sound file with code in it must verify, never run, and be refused by load_file as unsafe."""
+    torch.save({"callbacks": _MakesDirectory(tmp_path / "made")}, tmp_path / "a.ckpt")
+    verify_file(tmp_path / "a.ckpt")
+    with pytest.raises(UnsafeCheckpointError, match=r"a\.ckpt is not damaged") as caught:
+        load_file(tmp_path / "a.ckpt")
+    assert caught.value.__cause__ is not None
+    assert not (tmp_path / "made").exists()
+
+
+def test_content_that_is_no_dict_is_refused(tmp_path):
+    """A file that holds something else than a checkpoint must be refused with the type that was found."""
+    torch.save([1, 2], tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        load_file(tmp_path / "a.ckpt")
+
+
+class _Color(Enum):
+    RED = 1
+
+
+def _tensor_with_attribute() -> torch.Tensor:
+    tensor = torch.zeros(2)
+    tensor.source = Path("/data")
+    return tensor
+
+
+def _state_dict_with_metadata(value: object) -> OrderedDict:
+    state = torch.nn.Linear(1, 1).state_dict()
+    state._metadata["extra"] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ({"epoch": 3, "name": "x", "loss": 0.5, "done": True, "none": None, "raw": b"\x00\xff"}, []),
+        ({"state_dict": torch.nn.Linear(2, 2).state_dict(), "parameter": torch.nn.Parameter(torch.zeros(2))}, []),
+        ({"sizes": torch.Size([2]), "dtype": torch.float16, "order": OrderedDict(a=1)}, []),
+        ({"raw": b"", "large": 2**3000, "small": -(2**70)}, ["raw", "large"]),
+        ({"callbacks": {"MyCallback": {"config": Path("/a"), "best": 0.1}}}, ["callbacks/MyCallback/config"]),
+        ({"optimizer_states": [{"state": {0: {"step": Path("/a")}}}]}, ["optimizer_states/0/state/0/step"]),
+        ({"pair": (1, _Color.RED), "function": print, "lambda": lambda: 0}, ["pair/1", "function", "lambda"]),
+        ({"table": {_Color.RED: 1}}, ["table/key <_Color.RED: 1>"]),
+        ({"groups": defaultdict(list)}, ["groups"]),
+        ({"tensor": _tensor_with_attribute()}, ["tensor"]),
+        ({"model": _state_dict_with_metadata(Path("/a"))}, ["model/_metadata/extra"]),
+        ({"model": _state_dict_with_metadata(1)}, []),
+    ],
+)
+def test_unsafe_paths_names_what_would_not_load(checkpoint, expected):
+    """The answer must be the places that torch.load(weights_only=True) refuses, and be empty where it loads."""
+    assert unsafe_paths(checkpoint) == expected
+    if not expected:
+        torch.load(io.BytesIO(_bytes_of(checkpoint)), weights_only=True)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(-(2**80), 2**80),
+    st.just(2**3000),
+    st.text(),
+    st.binary(),
+    st.builds(torch.zeros, st.integers(0, 3)),
+    st.just(torch.float32),
+    st.just(Path("/a")),
+    st.just(_Color.RED),
+)
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(database=None, deadline=None, max_examples=150)
+@given(checkpoint=st.dictionaries(st.text() | st.integers() | st.binary(max_size=2), NESTED, max_size=4))
+def test_unsafe_paths_is_empty_exactly_where_the_whole_loads(checkpoint):
+    """The walk must agree with torch about any nesting of values."""
+    try:
+        torch.load(io.BytesIO(_bytes_of(checkpoint)), weights_only=True)
+    except pickle.UnpicklingError:
+        assert unsafe_paths(checkpoint) != []
+    else:
+        assert unsafe_paths(checkpoint) == []
+
+
+def test_unsafe_paths_ends_for_lists_that_hold_themselves():
+    """A cycle must not be walked for ever, and a shared object be named once."""
+    shared = [Path("/a")]
+    shared.append(shared)
+    assert unsafe_paths({"first": shared, "second": shared}) == ["first/0"]
+
+
+def test_unsafe_paths_does_not_write_tensors(monkeypatch):
+    """The tensors of a model must not be copied to find out that tensors load."""
+    saved = []
+    monkeypatch.setattr(torch, "save", lambda obj, buffer: saved.append(obj))
+    unsafe_paths({"state_dict": torch.nn.Linear(2, 2).state_dict(), "loops": [torch.zeros(2)]})
+    assert saved == []

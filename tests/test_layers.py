@@ -1,0 +1,332 @@
+"""The package keeps its layers: who imports whom, who may touch Lightning, and how long a thing may get.
+
+The checks are functions of a mapping from path to source, so that each is also run on a source that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_faulttolerant"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# From top to bottom, as in docs and design: a module imports its own layer and those below. Lightning stops at trainer.
+LAYERS = (
+    ("__init__",),
+    ("cli", "testing"),
+    ("trainer",),
+    ("checkpoint",),
+    ("loader",),
+    ("state",),
+    ("samplers",),
+    ("streaming",),
+    ("errors", "protocols"),
+)
+LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
+
+# What each part may import beside the standard library.
+THIRD_PARTY = {
+    "__init__": set(),
+    "cli": {"torch", "fsspec"},
+    "testing": {"torch", "torchmetrics", "fsspec"},
+    "trainer": {"lightning", "torch", "torchmetrics", "fsspec"},
+    "checkpoint": {"torch", "fsspec"},
+    "loader": {"torch"},
+    "state": {"torch", "torchmetrics"},
+    "samplers": {"torch"},
+    "streaming": {"torch"},
+    "errors": set(),
+    "protocols": {"torch"},
+}
+# Not declared as dependencies: imported where they are needed, never when a module is loaded.
+OPTIONAL = {"numpy"}
+
+Sources = dict[Path, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Import:
+    """One imported module, with what is needed to judge it."""
+
+    line: int
+    module: str
+    name: str | None
+    at_load: bool
+    for_types: bool
+
+    @property
+    def top(self) -> str:
+        return self.module.split(".")[0]
+
+
+def sources() -> Sources:
+    """The sources of the package, by their paths relative to it."""
+    root = Path(__file__).parents[1] / PACKAGE
+    return {path.relative_to(root): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
+
+
+def part_of(path: Path) -> str:
+    """The first name under the package: that of a subpackage, or of a module at the top."""
+    return path.parts[0] if len(path.parts) > 1 else path.stem
+
+
+def module_of(path: Path) -> str:
+    """The dotted name under which a file is imported."""
+    names = path.with_suffix("").parts
+    return ".".join((PACKAGE, *(names[:-1] if names[-1] == "__init__" else names)))
+
+
+def imports_of(path: Path, source: str) -> Iterator[Import]:
+    """Every import of a module: statements wherever they stand, and `import_module` of a literal name."""
+
+    def visit(node: ast.AST, *, at_load: bool, for_types: bool) -> Iterator[Import]:
+        at = {"line": getattr(node, "lineno", 0), "at_load": at_load, "for_types": for_types}
+        if isinstance(node, ast.Import):
+            yield from (Import(module=alias.name, name=None, **at) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = module_of(path.with_name("__init__.py")).split(".")
+                module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [module])])
+            yield from (Import(module=module, name=alias.name, **at) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from (Import(module=str(name), name=None, **at) for name in names)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Try)):
+            at_load = False
+        guarded: list[ast.stmt] = []
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            guarded = node.body
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_load=at_load, for_types=for_types or child in guarded)
+
+    yield from visit(ast.parse(source), at_load=True, for_types=False)
+
+
+def target_of(found: Import, modules: set[str]) -> str:
+    """The module that an import of our own package names: `from a import b` may mean module `a.b`."""
+    full = f"{found.module}.{found.name}"
+    return full if full in modules else found.module
+
+
+def upward_imports(files: Sources) -> Iterator[str]:
+    """Imports of a layer above, or of a neighbour in the same layer."""
+    modules = {module_of(path) for path in files}
+    for path, source in files.items():
+        part = part_of(path)
+        for found in imports_of(path, source):
+            if found.top != PACKAGE:
+                continue
+            names = target_of(found, modules).split(".")
+            other = names[1] if len(names) > 1 else "__init__"
+            if LEVEL[other] > LEVEL[part] or (LEVEL[other] == LEVEL[part] and other != part):
+                yield f"{path}:{found.line} ({part}) imports {'.'.join(names)}, which is not below it"
+
+
+def unknown_parts(files: Sources) -> Iterator[str]:
+    """Files that belong to no layer."""
+    for path in files:
+        if part_of(path) not in LEVEL:
+            yield f"{path}: {part_of(path)} is in no layer"
+
+
+def foreign_imports(files: Sources) -> Iterator[str]:
+    """Imports of other packages than the part may use; of optional ones, those that a load would need."""
+    for path, source in files.items():
+        part = part_of(path)
+        for found in imports_of(path, source):
+            top = found.top
+            if top == PACKAGE or top in sys.stdlib_module_names or top in THIRD_PARTY[part]:
+                continue
+            if top not in OPTIONAL:
+                yield f"{path}:{found.line} ({part}) imports {found.module}"
+            elif found.at_load and not found.for_types:
+                yield f"{path}:{found.line} imports {top}, which is optional, when it is loaded"
+
+
+def import_cycles(files: Sources) -> Iterator[str]:
+    """Modules that import each other, imports for annotations aside."""
+    modules = {module_of(path) for path in files}
+    graph = {
+        module_of(path): {
+            target_of(found, modules)
+            for found in imports_of(path, source)
+            if found.top == PACKAGE and not found.for_types
+        }
+        for path, source in files.items()
+    }
+    done: set[str] = set()
+
+    def walk(module: str, trail: list[str]) -> Iterator[str]:
+        if module in trail:
+            yield " -> ".join([*trail[trail.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph.get(module, ())):
+                yield from walk(other, [*trail, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        yield from walk(module, [])
+
+
+def private_lightning_names(files: Sources) -> Iterator[str]:
+    """Everything in trainer/ but compat.py that reads, or asks for by a literal name, a private name not its own."""
+    for path, source in files.items():
+        if part_of(path) != "trainer" or path.name == "compat.py":
+            continue
+        for found in imports_of(path, source):
+            names = [*found.module.split("."), found.name or ""]
+            if found.top == "lightning" and any(is_private(name) for name in names):
+                yield f"{path}:{found.line} imports {'.'.join(filter(None, names))} outside compat.py"
+        for node in ast.walk(ast.parse(source)):
+            name, owner = private_access(node)
+            if is_private(name) and not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                yield f"{path}:{node.lineno} touches .{name} outside compat.py"
+
+
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_access(node: ast.AST) -> tuple[str, ast.AST | None]:
+    """The name that a node asks of an object, and the object: `x.name` or `getattr(x, "name")`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr, node.value
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "setattr", "hasattr", "delattr")
+        and len(node.args) > 1
+        and isinstance(node.args[1], ast.Constant)
+    ):
+        return str(node.args[1].value), node.args[0]
+    return "", None
+
+
+def long_files(files: Sources) -> Iterator[str]:
+    """Files of more lines than anybody reads at once."""
+    for path, source in files.items():
+        num_lines = len(source.splitlines())
+        if num_lines > MAX_FILE_LINES:
+            yield f"{path}: {num_lines} lines, at most {MAX_FILE_LINES}"
+
+
+def long_functions(files: Sources) -> Iterator[str]:
+    """Functions of more lines than fit on a screen."""
+    for path, source in files.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    yield f"{path}:{node.lineno} {node.name}: {num_lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+CHECKS = [
+    unknown_parts,
+    upward_imports,
+    foreign_imports,
+    import_cycles,
+    private_lightning_names,
+    long_files,
+    long_functions,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_package_passes(check: Callable[[Sources], Iterator[str]]) -> None:
+    """Nothing in the package breaks a rule of its layers."""
+    files = sources()
+    assert files
+    assert list(check(files)) == []
+
+
+def long_function(num_lines: int) -> str:
+    """The source of a function of so many lines."""
+    return "def f():\n" + "    pass\n" * (num_lines - 1)
+
+
+BROKEN = {
+    "a part in no layer": (unknown_parts, {"utils.py": ""}),
+    "state imports loader": (upward_imports, {"state/rng.py": f"from {PACKAGE}.loader.ring import Ring"}),
+    "loader imports the root": (upward_imports, {"loader/ring.py": f"from {PACKAGE} import FaultTolerance"}),
+    "the bottom imports its neighbour": (upward_imports, {"errors.py": f"import {PACKAGE}.protocols"}),
+    "upward inside a function": (upward_imports, {"errors.py": f"def f():\n    import {PACKAGE}.state"}),
+    "upward for types only": (
+        upward_imports,
+        {"errors.py": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {PACKAGE}.state"},
+    ),
+    "upward by a relative import": (upward_imports, {"state/rng.py": "from ..trainer import callback"}),
+    "upward by a relative import of the root": (upward_imports, {"state/__init__.py": "from .. import trainer"}),
+    "upward by name": (upward_imports, {"state/rng.py": f"importlib.import_module('{PACKAGE}.trainer')"}),
+    "Lightning in the loader": (foreign_imports, {"loader/ring.py": "from lightning.pytorch import Trainer"}),
+    "Lightning in the loader for types only": (
+        foreign_imports,
+        {"loader/ring.py": "if TYPE_CHECKING:\n    import lightning"},
+    ),
+    "Lightning in testing": (foreign_imports, {"testing.py": "def f():\n    import lightning.pytorch"}),
+    "pytorch_lightning in the trainer": (foreign_imports, {"trainer/callback.py": "import pytorch_lightning"}),
+    "torchmetrics in the loader": (foreign_imports, {"loader/ring.py": "import torchmetrics"}),
+    "numpy when loaded": (foreign_imports, {"state/rng.py": "import numpy as np"}),
+    "a cycle of two": (
+        import_cycles,
+        {"state/a.py": f"from {PACKAGE}.state import b", "state/b.py": f"from {PACKAGE}.state.a import x"},
+    ),
+    "a cycle through a package": (
+        import_cycles,
+        {"state/__init__.py": f"from {PACKAGE}.state.a import x", "state/a.py": f"from {PACKAGE}.state import x"},
+    ),
+    "a private attribute": (private_lightning_names, {"trainer/callback.py": "trainer._checkpoint_connector"}),
+    "a private attribute behind self": (private_lightning_names, {"trainer/callback.py": "self.trainer._results"}),
+    "a private attribute of super": (private_lightning_names, {"trainer/callback.py": "super()._save()"}),
+    "a private name by getattr": (private_lightning_names, {"trainer/callback.py": "getattr(trainer, '_results')"}),
+    "a private name imported": (
+        private_lightning_names,
+        {"trainer/callback.py": "from lightning.pytorch.loops.fetchers import _DataFetcher"},
+    ),
+    "a private module imported": (
+        private_lightning_names,
+        {"trainer/results.py": "import lightning.pytorch._graveyard"},
+    ),
+    "a long file": (long_files, {"errors.py": "\n" * (MAX_FILE_LINES + 1)}),
+    "a long function": (long_functions, {"errors.py": long_function(MAX_FUNCTION_LINES + 1)}),
+}
+ALLOWED = {
+    "downward": {
+        "trainer/callback.py": f"from {PACKAGE}.checkpoint import series\nimport lightning.pytorch",
+        "checkpoint/series.py": f"from {PACKAGE}.errors import CheckpointError\nimport fsspec",
+    },
+    "within a part": {"state/a.py": f"from {PACKAGE}.state import b", "state/b.py": ""},
+    "the package of a module in use": {
+        "state/__init__.py": f"from {PACKAGE}.state.a import x",
+        "state/a.py": f"from {PACKAGE}.state import b",
+        "state/b.py": "",
+    },
+    "numpy where it is needed": {"state/rng.py": "def f():\n    import numpy as np"},
+    "numpy where it is tried": {"state/rng.py": "try:\n    import numpy\nexcept ImportError:\n    numpy = None"},
+    "numpy for types": {"state/rng.py": "if TYPE_CHECKING:\n    import numpy as np"},
+    "a private name in compat": {"trainer/compat.py": "trainer._results\nfrom lightning.x import _y"},
+    "a private name of one's own": {"trainer/callback.py": "self._results\ncls._made\nx.__class__"},
+    "lengths at the limit": {"errors.py": long_function(MAX_FUNCTION_LINES), "cli.py": "\n" * MAX_FILE_LINES},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_check_finds_the_fault(case: str) -> None:
+    """Each check speaks up, once, about a source that breaks its rule."""
+    check, files = BROKEN[case]
+    assert len(list(check({Path(path): source for path, source in files.items()}))) == 1
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_no_check_objects_to_what_is_allowed(case: str) -> None:
+    """No check finds fault with a source that keeps the rules."""
+    files = {Path(path): source for path, source in ALLOWED[case].items()}
+    assert [fault for check in CHECKS for fault in check(files)] == []

@@ -1,0 +1,91 @@
+"""What a user sees of the installed package before he runs anything: metadata, typing marker, public names."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib import metadata, resources
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+import lightning_faulttolerant
+
+DISTRIBUTION = "lightning-faulttolerant"
+
+
+def test_the_installed_version_is_that_of_the_sources() -> None:
+    """The metadata that these tests judge is of this package, and has its first version or a later one."""
+    assert metadata.version(DISTRIBUTION).startswith("0.1.0")
+
+
+def test_the_runtime_dependencies_are_the_declared_four() -> None:
+    """A user gets Lightning in a supported version, torch, torchmetrics and fsspec, and nothing else."""
+    required = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
+    assert {r.name: str(r.specifier) for r in required if r.marker is None} == {
+        "lightning": "!=2.6.2,!=2.6.3,>=2.5.6",
+        "torch": ">=2.4",
+        "torchmetrics": "",
+        "fsspec": "",
+    }
+
+
+def test_the_extras_are_those_that_the_makefile_installs() -> None:
+    """There is an extra for development and one for the demo."""
+    assert set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])) == {"dev", "demo"}
+
+
+def test_python_and_license_are_declared() -> None:
+    """The metadata names the oldest Python and the license, and says that the package is typed."""
+    found = metadata.metadata(DISTRIBUTION)
+    assert found["Requires-Python"] == ">=3.10"
+    assert found["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in found.get_all("Classifier", [])
+
+
+def test_the_typing_marker_is_present() -> None:
+    """Type checkers of users read our annotations: py.typed lies in the package."""
+    assert resources.files(lightning_faulttolerant).joinpath("py.typed").is_file()
+
+
+def test_the_entry_point_is_a_function() -> None:
+    """Lightning finds the factory under the name of its group, and can load it."""
+    points = metadata.entry_points(group="lightning.pytorch.callbacks_factory", name="lightning_faulttolerant")
+    assert [point.value for point in points] == ["lightning_faulttolerant.trainer.switch:callbacks_from_environment"]
+    (point,) = points
+    assert callable(point.load())
+
+
+@pytest.mark.parametrize("name", sorted(lightning_faulttolerant.__all__))
+def test_a_public_name_is_importable(name: str) -> None:
+    """Each name in `__all__` can be had, those that are loaded lazily too."""
+    assert getattr(lightning_faulttolerant, name) is not None
+
+
+def test_the_public_list_is_what_is_visible() -> None:
+    """`dir()` shows the names of `__all__` and no others, submodules aside; the list has no name twice."""
+    listed = lightning_faulttolerant.__all__
+    assert len(set(listed)) == len(listed)
+    visible = {
+        name
+        for name in dir(lightning_faulttolerant)
+        if not name.startswith("_") and not isinstance(getattr(lightning_faulttolerant, name), ModuleType)
+    }
+    assert visible == {name for name in listed if not name.startswith("_")}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """A lazy lookup of a name that does not exist fails as it does in any module, and names it."""
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = lightning_faulttolerant.no_such_name
+
+
+@pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".state"])
+def test_a_part_loads_without_lightning(part: str) -> None:
+    """The package, and each part for one's own loop, can be imported without Lightning being loaded."""
+    name = f"{lightning_faulttolerant.__name__}{part}"
+    importlib.import_module(name)
+    program = f"import sys, {name}; sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
