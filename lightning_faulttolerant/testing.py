@@ -17,20 +17,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
 from lightning_faulttolerant.checkpoint.verify import load_file
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
-
 __all__ = ["Interruption", "NotTheSame", "assert_resumes_exactly"]
 
-Fit = Callable[[list["Callback"], Path], "Trainer"]
-Fault = "Callback | Sequence[Callback]"
+# Gets callbacks and a directory, gives the Trainer: this module does not import Lightning.
+Fit = Callable[[list[Any], Path], Any]
 Event = dict[str, Any]
 
 _SEED = 1
@@ -175,7 +172,7 @@ class _Runs:
         from lightning_faulttolerant.trainer.recorder import Recorder, record_end  # noqa: PLC0415, RUF100
 
         recorder = Recorder(path)
-        callbacks: list[Callback] = [] if options is None else [FaultTolerance(**options)]
+        callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
         trainer = self._fit([*callbacks, recorder, *faults], directory)
         record_end(recorder, trainer, _next_draws())
 
@@ -267,9 +264,8 @@ def _compare(expected: list[Event], found: list[Event], what: str) -> None:
     for i, (one, other) in enumerate(zip(expected, found, strict=False)):
         if one != other:
             before = "\n".join(f"  both:     {json.dumps(event)}" for event in expected[max(0, i - 2) : i])
-            raise NotTheSame(
-                f"Event {i} of {what} differs.\n{before}\n  expected: {json.dumps(one)}\n  found:    {json.dumps(other)}"
-            )
+            differs = f"  expected: {json.dumps(one)}\n  found:    {json.dumps(other)}"
+            raise NotTheSame(f"Event {i} of {what} differs.\n{before}\n{differs}")
     if len(expected) != len(found):
         longer, name = (expected, "is missing in") if len(expected) > len(found) else (found, "is too many in")
         event = json.dumps(longer[min(len(expected), len(found))])

@@ -181,8 +181,8 @@ class TrackedLoader:
             return self._unused_state
         if consumed is None:
             workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
-            record = record_state(self.index_side.record) if workers is not None else None
-            return {"consumed": None, "record": record, "workers": workers}
+            kept = record_state(self.index_side.record) if workers is not None else None
+            return {"consumed": None, "record": kept, "workers": workers}
         record = self.index_side.record
         counts = None
         if self.num_workers:

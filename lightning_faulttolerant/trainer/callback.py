@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY
+from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.position import position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
-from lightning_faulttolerant.trainer.switch import is_switched_off
 
 
 class FaultTolerance(Callback):
@@ -87,7 +87,7 @@ class FaultTolerance(Callback):
         if stage != "fit" or is_switched_off() or not self._is_in_charge(trainer):
             return
         _check_supported(trainer)
-        if trainer.fast_dev_run or trainer.barebones or compat.is_tuning(trainer):
+        if compat.is_nobodys_training(trainer):
             return
         self._last_report = None
         self._session = Session(trainer, self._options)
@@ -122,7 +122,7 @@ class FaultTolerance(Callback):
 
     def _is_in_charge(self, trainer: Trainer) -> bool:
         """Return whether this is the one of several that acts: the first that the user has added himself."""
-        found = [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
+        found = [callback for callback in compat.callbacks(trainer) if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
 

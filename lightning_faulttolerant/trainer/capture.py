@@ -77,8 +77,8 @@ class RunState:
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
-                "datamodule": trainer.datamodule,
-                "callbacks": list(trainer.callbacks),
+                "datamodule": compat.datamodule(trainer),
+                "callbacks": list(compat.callbacks(trainer)),
             }
         )
 
@@ -134,7 +134,7 @@ class RunState:
     def capture(self, position: Position) -> Capture:
         """Return all of this instant that a later dump of Lightning's would not have any more."""
         trainer = self._trainer
-        states = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
+        states = {callback.state_key: callback.state_dict() for callback in compat.callbacks(trainer)}
         return Capture(
             position=position,
             state=self.state_dict(position),
@@ -150,7 +150,7 @@ class RunState:
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
     """Return the tensors that an optimizer step changes: parameters and optimizer states."""
-    tensors = list(trainer.lightning_module.parameters())
+    tensors: list[Tensor] = list(trainer.lightning_module.parameters())
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

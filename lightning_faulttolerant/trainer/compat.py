@@ -97,10 +97,21 @@ def original_handlers(trainer: Trainer) -> Mapping[int, Any]:
     return trainer._signal_connector._original_handlers
 
 
-def is_tuning(trainer: Trainer) -> bool:
-    """Return whether this ``fit`` belongs to a Tuner, which ends it before any training."""
-    finders = (c for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder)))
-    return any(getattr(finder, "_early_exit", False) for finder in finders)
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the trainer's callbacks; Lightning sets the attribute where type checkers don't see it."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def datamodule(trainer: Trainer) -> LightningDataModule | None:
+    """Return the trainer's data module."""
+    return trainer.datamodule  # type: ignore[attr-defined, no-any-return]
+
+
+def is_nobodys_training(trainer: Trainer) -> bool:
+    """Return whether this ``fit`` is a trial: a fast run, a barebones one, or a Tuner's, which ends before training."""
+    finders = (c for c in callbacks(trainer) if isinstance(c, (LearningRateFinder, BatchSizeFinder)))
+    is_tuning = any(getattr(finder, "_early_exit", False) for finder in finders)
+    return is_tuning or trainer.barebones or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 # Checkpoints.
@@ -140,17 +151,18 @@ def current_hook(trainer: Trainer) -> str | None:
 
 def hooks_behind(trainer: Trainer, hook: str, behind: Callback) -> list[str]:
     """Return the names of those that override `hook` and run it after `behind`."""
-    callbacks = trainer.callbacks[trainer.callbacks.index(behind) + 1 :]
-    return [type(c).__name__ for c in callbacks if getattr(type(c), hook, None) is not getattr(Callback, hook, None)]
+    later = callbacks(trainer)[callbacks(trainer).index(behind) + 1 :]
+    return [type(c).__name__ for c in later if getattr(type(c), hook, None) is not getattr(Callback, hook, None)]
 
 
 def overrides_save_hook(trainer: Trainer) -> bool:
     """Return whether the module, data module or a user's callback has an ``on_save_checkpoint`` of its own."""
     if type(trainer.lightning_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
         return True
-    if trainer.datamodule is not None and _keeps_state(type(trainer.datamodule)):
+    module = datamodule(trainer)
+    if module is not None and _keeps_state(type(module)):
         return True
-    users = (c for c in trainer.callbacks if not type(c).__module__.startswith(_NOT_USERS))
+    users = (c for c in callbacks(trainer) if not type(c).__module__.startswith(_NOT_USERS))
     return any(type(c).on_save_checkpoint is not Callback.on_save_checkpoint for c in users)
 
 
@@ -307,5 +319,3 @@ def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
     item.has_reset = state["has_reset"]
     item._update_count = state["update_count"]
     item._computed = None
-
-

@@ -32,7 +32,9 @@ class Options:
         if self.run_id is not None:
             check_run_id(self.run_id)
         if self.keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1, got {self.keep_last}: without an autosave nothing resumes.")
+            raise ValueError(
+                f"keep_last must be at least 1, got {self.keep_last}: without an autosave nothing resumes."
+            )
         if self.every_n_train_steps is not None and self.train_time_interval is not None:
             raise ValueError("every_n_train_steps and train_time_interval contradict each other; pass one of them.")
         if self.every_n_train_steps is not None and self.every_n_train_steps < 1:

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_faulttolerant.state.blobs import tensor_to_blob
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 
 
@@ -79,7 +80,7 @@ class Recorder(Callback):
         if self._told_resume:
             return
         self._told_resume = True
-        for callback in trainer.callbacks:
+        for callback in compat.callbacks(trainer):
             report = callback.resume_report if isinstance(callback, FaultTolerance) else None
             if report is not None:
                 place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
@@ -103,7 +104,7 @@ class RecordingLogger(Logger):
         """Give the logger's version."""
         return 0
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record values with their step."""
         self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
 
@@ -185,11 +186,7 @@ def _feed(state: Any, value: Any) -> None:
 
 def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -> None:
     """Record the weights, the optimizer states and the generators' next draws behind a fit."""
-    weights = {name: value for name, value in trainer.lightning_module.state_dict().items()}
+    weights = dict(trainer.lightning_module.state_dict())
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
-    recorder.write(
-        "end", weights=digest(weights), optimizers=digest(optimizers), metrics=metrics, draws=dict(draws)
-    )
-
-
+    recorder.write("end", weights=digest(weights), optimizers=digest(optimizers), metrics=metrics, draws=dict(draws))

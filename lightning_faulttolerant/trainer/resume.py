@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
@@ -152,11 +152,13 @@ class Resume:
             path=self._path,
             position=str(position) if position is not None else "where Lightning takes it to be",
             epoch=self._trainer.current_epoch if position is None else position.epoch,
-            batch=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready if position is None else position.batch,
+            batch=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            if position is None
+            else position.batch,
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
-            not_exact=tuple([*self._not_exact, *self._loaders.not_exact]),
-            notes=tuple([*notes, *self._loaders.notes()]),
+            not_exact=(*self._not_exact, *self._loaders.not_exact),
+            notes=(*notes, *self._loaders.notes()),
             seconds=time.monotonic() - self._began,
         )
         rank_zero_info(str(self.report))

@@ -106,9 +106,7 @@ def open_run(dirpath: Path, run_id: str) -> Run:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    for path in (directory / "run.lock", directory):
-        try:
-            path.unlink() if path.is_file() else path.rmdir()
-        except OSError as error:
-            _log.debug("%s stays: %s", path, error)
-            return
+    try:
+        directory.rmdir()
+    except OSError as error:
+        _log.debug("%s stays: %s", directory, error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
@@ -25,9 +25,8 @@ from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
 from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals
-from lightning_faulttolerant.trainer.strategy import TRAIN
+from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
-from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
 
 _log = logging.getLogger(__name__)
@@ -159,7 +158,9 @@ class Session:
 
     def _begin_resume(self) -> None:
         assert self._choice is not None
-        self._resume = Resume(self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict)
+        self._resume = Resume(
+            self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict
+        )
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
         def restore_training_state() -> None:
@@ -293,4 +294,3 @@ class Session:
             original()
 
         return before_fetch
-

@@ -167,5 +167,3 @@ class StoreAgreement:
         keys = [f"{self._prefix}/at/{rank}" for rank in range(self._world_size)]
         self._store.wait(keys)
         self._stop_at = max(int(self._store.get(key)) for key in keys)
-
-

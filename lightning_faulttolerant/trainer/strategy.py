@@ -87,7 +87,9 @@ class Loaders:
     def _refuse(self, place: str, reason: str) -> None:
         message = f"Loader {place} can't be resumed exactly: {reason}."
         if self._strict:
-            raise NotExactError(f"{message} Change the loader, or pass FaultTolerance(strict=False) to train without it.")
+            raise NotExactError(
+                f"{message} Change the loader, or pass FaultTolerance(strict=False) to train without it."
+            )
         _log.warning(message)
         self.not_exact.append(message)
 

@@ -1,16 +1,13 @@
-"""The environment variable ``PL_FAULT_TOLERANT_TRAINING``, and the callback that it adds to every Trainer."""
+"""The callback that ``PL_FAULT_TOLERANT_TRAINING=1`` adds to every Trainer, through an entry point."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
+
+from lightning_faulttolerant.trainer.environment import read_switch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
-
-VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
-_ON = ("1", "automatic")
-_OFF = ("0",)
 
 
 def callbacks_from_environment() -> list[Callback]:
@@ -28,26 +25,3 @@ def callbacks_from_environment() -> list[Callback]:
     callback = FaultTolerance()
     callback.is_from_environment = True
     return [callback]
-
-
-def is_switched_off() -> bool:
-    """Return whether the environment switches the callback off also where it was added."""
-    return read_switch() == "off"
-
-
-def read_switch() -> str:
-    """Return what the environment asks for: ``on``, ``off`` or ``unset``.
-
-    Raises:
-        ValueError: If the variable has a value that means nothing.
-    """
-    value = os.environ.get(VARIABLE)
-    if value is None or value == "":
-        return "unset"
-    if value.lower() in _ON:
-        return "on"
-    if value in _OFF:
-        return "off"
-    if value.lower() == "manual":
-        raise ValueError(f"{VARIABLE}=manual is not available yet. Use 1 (or automatic), or 0, or unset it.")
-    raise ValueError(f"{VARIABLE} must be 1 or automatic (on), 0 (off) or unset, got {value!r}.")
