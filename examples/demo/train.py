@@ -68,7 +68,9 @@ def main(output: Path) -> None:
 
     recorder = Recorder(output / "trace.jsonl")  # (demo)
     callbacks = [FaultTolerance(every_n_train_steps=10), recorder]  # (2)
-    trainer = Trainer(max_epochs=10, accelerator="cpu", log_every_n_steps=1, default_root_dir=output, callbacks=callbacks)
+    trainer = Trainer(
+        max_epochs=10, accelerator="cpu", log_every_n_steps=1, default_root_dir=output, callbacks=callbacks
+    )
     trainer.fit(DigitNet(), train, validation)
     draws = {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(()).item()}
     record_end(recorder, trainer, draws)  # (demo)

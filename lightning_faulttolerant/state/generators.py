@@ -25,6 +25,8 @@ _PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), typ
 # Libraries whose objects hold large data or the whole program, and no generator that a user put there.
 _OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pytorch_lightning", "logging", "threading",
                  "multiprocessing", "concurrent", "asyncio", "weakref", "re", "pathlib", "datetime"}  # fmt: skip
+# What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
+_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader")
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
 _MAX_VISITED = 1_000_000
 
@@ -196,7 +198,7 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         yield ("attribute", "__self__"), value.__self__
     elif isinstance(value, types.FunctionType):
         yield from ((("cell", i), _cell(cell)) for i, cell in enumerate(value.__closure__ or ()))
-        yield ("attribute", "__defaults__"), value.__defaults__
+        yield from ((("attribute", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
     elif isinstance(value, types.BuiltinMethodType):
         yield ("attribute", "__self__"), value.__self__
     elif _is_walked(type(value)):
@@ -207,7 +209,7 @@ def _is_walked(kind: type) -> bool:
     module = kind.__module__ or ""
     if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED):
         return True
-    return module.partition(".")[0] not in _OPAQUE_ROOTS | {"torch"}
+    return module.partition(".")[0] not in _OPAQUE_ROOTS | {"torch"} and not module.startswith(_OPAQUE_MODULES)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -215,6 +217,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield name, getattr(value, name)
 

@@ -48,7 +48,8 @@ def pack_numpy(state: dict[str, Any]) -> bytes:
     if state["bit_generator"] == "MT19937":
         inner = state["state"]
         tail = _NUMPY_MT19937_TAIL.pack(inner["pos"], state.get("has_gauss", -1), state.get("gauss", 0.0))
-        return b"M" + inner["key"].tobytes() + tail
+        key: bytes = inner["key"].tobytes()
+        return b"M" + key + tail
     return b"J" + json.dumps(state, default=_array_to_json).encode()
 
 

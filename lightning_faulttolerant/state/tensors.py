@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+# Prime, so that rows of the usual widths don't fall on the same sums when they change places.
+_NUM_SUMS = 127
+
 
 def gradients_state(module: nn.Module) -> dict[str, Tensor]:
     """Return a copy of every gradient that is there, by the parameter's name."""
@@ -65,14 +68,14 @@ def load_flags(module: nn.Module, state: Mapping[str, list[str]]) -> None:
 class TensorMarks:
     """Tells later whether any of some tensors has changed since, without a copy of them.
 
-    A tensor has changed if it is another object or storage, if its version counter moved, or if the sum of its bits
+    A tensor has changed if it is another object or storage, if its version counter moved, or if the sums of its bits
     did: ``p.data.mul_()`` moves no version counter. The sums stay on the tensors' device until they are compared.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._marks = [_mark(t) for t in self._tensors]
-        self._sums = [_bit_sum(t) for t in self._tensors]
+        self._sums = [_bit_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
@@ -81,7 +84,7 @@ class TensorMarks:
             return False
         if [_mark(t) for t in now] != self._marks:
             return False
-        return all(torch.equal(_bit_sum(t), s) for t, s in zip(now, self._sums, strict=True))
+        return all(torch.equal(_bit_sums(t), s) for t, s in zip(now, self._sums, strict=True))
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
@@ -89,9 +92,15 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _bit_sum(tensor: Tensor) -> Tensor:
+def _bit_sums(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return flat.view(integer).sum(dtype=torch.int64)
+    flat = flat.view(integer)
+    # One sum alone would miss elements that change places, and ``p.data.neg_()`` where signs are balanced.
+    num_whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
+    sums = flat[:num_whole].reshape(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
+    rest = flat[num_whole:]
+    sums[: rest.numel()] += rest
+    return sums

@@ -58,7 +58,7 @@ class Autosaver:
         self._budget = Budget(options.overhead_budget)
         self._saved_step: int | None = None
         self._saved_at = 0.0
-        self._part: dict[str, Any] | None = None
+        self.is_dumping = False
         self.saved: Position | None = None
 
     def is_due(self) -> bool:
@@ -83,23 +83,14 @@ class Autosaver:
         began = self._budget.now()
         module = self._trainer.lightning_module
         now = buffers_state(module)
+        # Until the file is written: a state_dict holds the buffers themselves, not copies.
         load_buffers(module, capture.buffers)
         try:
             checkpoint = self._dump(self.make_part(capture.position, capture.state))
+            _put_capture(checkpoint, capture, type(self._trainer.precision_plugin).__qualname__)
+            return self._write(checkpoint, capture.position, began)
         finally:
             load_buffers(module, now)
-        checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
-        checkpoint["loops"]["fit_loop"] = capture.loops
-        checkpoint["callbacks"] = capture.callbacks
-        checkpoint["lr_schedulers"] = capture.schedulers
-        for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
-            state["param_groups"] = [
-                {**group, **kept} for group, kept in zip(state["param_groups"], groups, strict=True)
-            ]
-        name = type(self._trainer.precision_plugin).__qualname__
-        if name in checkpoint:
-            checkpoint[name] = capture.precision
-        return self._write(checkpoint, capture.position, began)
 
     def make_part(self, position: Position, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return our part of a checkpoint."""
@@ -111,21 +102,17 @@ class Autosaver:
             "ranks": [BlobInterner().pack(dict(state))],
         }
 
-    def part_to_add(self) -> dict[str, Any] | None:
-        """Return the part of the checkpoint that is being dumped, if it is one of ours."""
-        return self._part
-
     def _dump(self, part: dict[str, Any]) -> dict[str, Any]:
-        self._part = part
+        self.is_dumping = True
         try:
             checkpoint = compat.dump_checkpoint(self._trainer)
         finally:
-            self._part = None
+            self.is_dumping = False
         opaque = {key: checkpoint.pop(key) for key in _OPAQUE_KEYS if key in checkpoint}
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
         part["opaque"] = BlobInterner().pack({key: blob for key, blob in rest.items() if blob is not None})
-        return {**checkpoint, **safe}
+        return {**checkpoint, **safe, KEY: part}
 
     def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:
         is_first = self._saved_step is None
@@ -141,6 +128,18 @@ class Autosaver:
         self._saved_step, self._saved_at, self.saved = position.global_step, time.monotonic(), position
         _log.debug("Autosave %s in %.3f s", path, seconds)
         return path
+
+
+def _put_capture(checkpoint: dict[str, Any], capture: Capture, precision_key: str) -> None:
+    checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
+    checkpoint["loops"]["fit_loop"] = capture.loops
+    checkpoint["callbacks"] = capture.callbacks
+    checkpoint["lr_schedulers"] = capture.schedulers
+    for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
+        pairs = zip(state["param_groups"], groups, strict=True)
+        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
+    if precision_key in checkpoint:
+        checkpoint[precision_key] = capture.precision
 
 
 def _pickled(key: str, value: Any) -> bytes | None:

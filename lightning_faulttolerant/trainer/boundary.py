@@ -68,7 +68,6 @@ class Boundary:
     def after_fetch(self) -> None:
         """Note that the batch is there."""
         self._stop.fetch_began = None
-        self._handed_out = -1
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
@@ -103,7 +102,7 @@ class Boundary:
 
     def _is_waiting_for_workers(self) -> bool:
         # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.
-        return self._stop.requested is not None and self._handed_out == self._loaders.num_handed_out()
+        return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()
 
     def _save_for_stop(self) -> None:
         position = position_of(self._trainer, BOUNDARY)

@@ -94,15 +94,11 @@ class FaultTolerance(Callback):
         self._session.open()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add our part to a checkpoint that is written inside the fit, whoever asked for it."""
+        """Say in a checkpoint that somebody else writes inside the fit where that was."""
         autosaver = self._session.autosaver if self._session is not None else None
-        if autosaver is None:
-            return
-        part = autosaver.part_to_add()
-        if part is None:
+        if autosaver is not None and not autosaver.is_dumping:
             hook = compat.current_hook(trainer) or "a hook"
-            part = autosaver.make_part(position_of(trainer, hook), {})
-        checkpoint[KEY] = part
+            checkpoint[KEY] = autosaver.make_part(position_of(trainer, hook), {})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""

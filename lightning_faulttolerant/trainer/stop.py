@@ -52,6 +52,7 @@ class StopSignals:
         self.requested: int | None = None
         self._requested_at = 0.0
         self._saving = False
+        self.broke_fetch = False
         self.fetch_began: float | None = None
         """When the fetch that is under way began, if its batch comes from workers."""
 
@@ -85,6 +86,7 @@ class StopSignals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._must_raise:
             self._must_raise = False
+            self.broke_fetch = self.fetch_began is not None
             raise stopped_by(self.requested or signum, "while it could not reach the next batch")
         if self.requested is not None:
             if signum == signal.SIGINT:

@@ -1,0 +1,118 @@
+"""Compare the traces of two training runs, one of them made of several processes, event by event.
+
+A trace is what `Recorder` in train.py wrote: each batch by a digest of its contents, each loss and each logged value
+with all its bits, each validation run, at the end the weights, the optimizer states and the generators' next draws.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Place = tuple[int, int]  # epoch, batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """What one process of a run did.
+
+    Args:
+        seed: Of its generators, at its start.
+        seconds: From its start until its end.
+        events: Its trace, but for the resume.
+        resume: Where it went on according to `FaultTolerance.resume_report`; ``None``: it began from the beginning.
+        autosave: Where the newest autosave was taken that it left behind; ``None``: it left none.
+    """
+
+    seed: int
+    seconds: float
+    events: Sequence[Event]
+    resume: Event | None
+    autosave: Place | None
+
+    @property
+    def start(self) -> Place:
+        return place(self.resume) if self.resume else (0, 0)
+
+    @property
+    def last(self) -> Place:
+        return place(self.of("batch")[-1])
+
+    def of(self, kind: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+def read_process(trace: Path, *, seed: int, seconds: float) -> Process:
+    """Read what a process did from its trace, and from the autosaves beside it."""
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    resumes = [event for event in events if event["event"] == "resumed"]
+    autosaves = sorted(path.name for path in trace.parent.rglob("autosave-*.ckpt"))
+    numbers = [int(number) for number in re.findall(r"=(\d+)", autosaves[-1])] if autosaves else []
+    return Process(
+        seed=seed,
+        seconds=seconds,
+        events=[event for event in events if event["event"] != "resumed"],
+        resume=resumes[0] if resumes else None,
+        autosave=(numbers[0], numbers[1]) if numbers else None,
+    )
+
+
+def place(event: Event) -> Place:
+    return event["epoch"], event["batch"]
+
+
+def loss(event: Event) -> float:
+    return float.fromhex(event["loss"])
+
+
+def before(process: Process, start: Place) -> list[Event]:
+    """Return what a process did before the batch at `start`, from which the next process went on."""
+    for i, event in enumerate(process.events):
+        if event["event"] == "batch" and place(event) == start:
+            return list(process.events[:i])
+    return list(process.events)
+
+
+def joined(processes: Sequence[Process]) -> list[Event]:
+    """Return what each process did up to the place where the next one went on, and all that the last one did."""
+    events: list[Event] = []
+    for process, following in pairwise(processes):
+        events += before(process, following.start)
+    return [*events, *processes[-1].events]
+
+
+def run_twice(process: Process, following: Process) -> list[Event]:
+    """Return the steps of a killed process that the next one had to do again."""
+    lost = process.events[len(before(process, following.start)) :]
+    return [event for event in lost if event["event"] == "step"]
+
+
+def differences(expected: Sequence[Event], found: Sequence[Event]) -> list[str]:
+    """Return each event that differs, with both values."""
+    pairs = enumerate(zip_longest(expected, found))
+    return [f"event {i}: {json.dumps(one)} against {json.dumps(other)}" for i, (one, other) in pairs if one != other]
+
+
+def digest(values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def summary(events: Sequence[Event]) -> dict[str, str]:
+    """Return for each kind of thing that is compared how many there are, and a digest of them all."""
+    kinds = {
+        "batches, all samples": [event for event in events if event["event"] == "batch"],
+        "losses": [event["loss"] for event in events if event["event"] == "step"],
+        "logged values": [event for event in events if event["event"] == "log"],
+        "validation batches": [event for event in events if event["event"] == "validation batch"],
+        "validation results": [event for event in events if event["event"] == "validated"],
+    }
+    result = {name: f"{len(values):>4}  {digest(values)}" for name, values in kinds.items()}
+    end = events[-1] if events[-1]["event"] == "end" else {}
+    for name, key in [("weights", "weights"), ("optimizer state", "optimizers"), ("next random draws", "draws")]:
+        result[f"{name} at the end"] = f"{'':>4}  {digest(end.get(key))}"
+    return result

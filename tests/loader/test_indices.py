@@ -1,0 +1,81 @@
+"""Index batches come out of a checkpoint with the same values and the same types."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+
+plain = st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none()
+batches = st.lists(
+    st.lists(st.integers()) | st.recursive(plain, lambda inner: st.lists(inner) | st.tuples(inner, inner), max_leaves=8)
+)
+
+
+def safe(state: Any) -> Any:
+    """Return `state` as it comes out of a checkpoint that was loaded with ``weights_only=True``."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def typed(value: Any) -> Any:
+    """Return `value` with the types of all that is in it, for a comparison that tells 1 from True and from 1.0."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [typed(item) for item in value]
+    return type(value), value
+
+
+@given(given_batches=batches)
+def test_plain_indices_come_back(given_batches: list[Any]) -> None:
+    """Integers, strings, flags, tuples and lists of them, in any nesting, are the same with the same types."""
+    assert typed(unpack_indices(safe(pack_indices(given_batches)))) == typed(given_batches)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(3), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True])])
+def test_tensors_come_back(value: torch.Tensor) -> None:
+    """Tensors keep their dtype and shape."""
+    [found] = unpack_indices(safe(pack_indices([value])))
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.array([1, 2], dtype=np.int32), np.array([], dtype=np.uint8)])
+def test_arrays_and_numpy_numbers_come_back(value: Any) -> None:
+    """NumPy's arrays and numbers keep their type."""
+    [found] = unpack_indices(safe(pack_indices([value])))
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    assert found.tolist() == value.tolist()
+
+
+def test_two_dimensional_empty_and_mixed_batches_come_back() -> None:
+    """A batch may mix kinds; an empty batch stays an empty list."""
+    given_batches = [[], [1, True], [(1, torch.tensor(2))], (3, [4])]
+    assert typed(unpack_indices(safe(pack_indices(given_batches)))[:2]) == typed(given_batches[:2])
+    assert unpack_indices(pack_indices(given_batches))[3] == (3, [4])
+
+
+def test_other_types_are_refused() -> None:
+    """An index of a type that a safe checkpoint can't hold raises, and the type is named."""
+    with pytest.raises(NotExactError, match="gives an index of type set, which can't be kept"):
+        pack_indices([[1, {2}]])
+
+
+def test_subclass_is_not_flattened_to_its_base() -> None:
+    """A named tuple would come back as something else: it is refused rather than changed."""
+    from collections import namedtuple  # noqa: PLC0415, RUF100
+
+    pair = namedtuple("pair", ["a", "b"])  # noqa: PYI024, RUF100
+    with pytest.raises(NotExactError, match="type pair"):
+        pack_indices([[pair(1, 2)]])

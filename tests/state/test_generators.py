@@ -1,0 +1,340 @@
+"""Generators that objects hold are found wherever they are, and go on exactly."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
+
+from lightning_faulttolerant.state.generators import HeldGenerators, is_generator, make_generator, pack_generator
+
+BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "random.Random": random.Random,
+    "torch.Generator": lambda seed: torch.Generator().manual_seed(seed),
+    **{f"Generator-{n}": lambda seed, n=n: np.random.Generator(getattr(np.random, n)(seed)) for n in BIT_GENERATORS},
+    **{f"RandomState-{n}": lambda s, n=n: np.random.RandomState(getattr(np.random, n)(s)) for n in BIT_GENERATORS},
+}
+
+
+def draw(generator: Any) -> list[float]:
+    """Draw three Gaussians, an odd number, so that one stays in the cache where there is one."""
+    if isinstance(generator, torch.Generator):
+        return torch.randn(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss(0, 1) for _ in range(3)]
+    return generator.standard_normal(3).tolist()
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "_rng", "empty")
+
+    def __init__(self, rng: Any) -> None:
+        self._rng = rng
+
+
+class SlottedChild(Slotted):
+    __slots__ = ("more", "__own")  # noqa: RUF023 - the private one is the point
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__(None)
+        self.__own = rng
+
+
+class SlottedByName:
+    __slots__ = "rng"  # noqa: PLC0205, RUF100 - one name without a tuple is allowed
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+
+class Callable_:  # noqa: N801 - not typing's
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+    def transform(self, value: Any) -> Any:
+        return value
+
+
+class Augment(nn.Module):
+    def __init__(self, rng: Any) -> None:
+        super().__init__()
+        self.rng = rng
+
+
+class Data(Dataset[int]):
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("a sample was read")
+
+
+def closure_over(rng: Any) -> Callable[[], Any]:
+    """Return a function that draws from `rng`, and one cell that is still empty."""
+
+    def call() -> Any:
+        return rng, unbound
+
+    if rng is None:
+        unbound = 0
+    return call
+
+
+def with_default(rng: Any) -> Callable[[], Any]:
+    """Return a function whose argument's default is `rng`."""
+    return lambda x=rng: x
+
+
+def with_keyword_default(rng: Any) -> Callable[[], Any]:
+    """Return a function whose keyword-only argument's default is `rng`."""
+    return lambda *, x=rng: x
+
+
+def with_attribute(rng: Any) -> Callable[[], Any]:
+    """Return a function that `rng` is an attribute of."""
+
+    def call() -> None:
+        return None
+
+    call.rng = rng
+    return call
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda g: g,
+    "attribute": lambda g: Holder(rng=g),
+    "private attribute": lambda g: Holder(_rng=g),
+    "attribute of an attribute": lambda g: Holder(inner=Holder(rng=g)),
+    "slot": Slotted,
+    "private slot of a subclass": SlottedChild,
+    "single slot": SlottedByName,
+    "namespace": lambda g: SimpleNamespace(rng=g),
+    "dict": lambda g: {"a": 1, "rng": g},
+    "dict with a number as key": lambda g: {3: g},
+    "list": lambda g: [1, "text", None, g],
+    "tuple": lambda g: (1.5, (g,)),
+    "list of callables": lambda g: Holder(transforms=[Callable_(None), Callable_(g)]),
+    "argument of a partial": lambda g: functools.partial(max, g),
+    "keyword of a partial": lambda g: functools.partial(max, key=g),
+    "function of a partial": lambda g: functools.partial(Callable_(g)),
+    "closure": closure_over,
+    "default of an argument": with_default,
+    "default of a keyword argument": with_keyword_default,
+    "attribute of a function": with_attribute,
+    "bound method": lambda g: Callable_(g).transform,
+    "child of a module": lambda g: nn.Sequential(nn.Linear(1, 1), nn.Sequential(Augment(g))),
+    "ModuleList": lambda g: nn.ModuleList([Augment(g)]),
+    "ModuleDict": lambda g: nn.ModuleDict({"augment": Augment(g)}),
+    "Subset": lambda g: Subset(Subset(Data(g), [0, 1]), [0]),
+    "ConcatDataset": lambda g: ConcatDataset([TensorDataset(torch.zeros(2)), Data(g)]),
+    "sampler": lambda g: Holder(sampler=RandomSampler(range(3), generator=g)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["random.Random", "torch.Generator", "Generator-PCG64"])
+def test_generator_is_found_at_each_place(place: str, kind: str) -> None:
+    """Wherever an object holds a generator, it is found once and put back exactly."""
+    generator = KINDS[kind](1)
+    held = HeldGenerators({"dataset": PLACES[place](generator)})
+    assert len(held) == 1
+    draw(generator)
+    state = held.state_dict()
+    expected = draw(generator)
+    assert held.load_state_dict(state) == []
+    assert held.state_dict() == state
+    assert draw(generator) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_goes_on_in_another_process(kind: str) -> None:
+    """A generator of each kind, in a fresh object with another seed, goes on where the saved one was."""
+    saved, fresh = Holder(rng=KINDS[kind](1)), Holder(rng=KINDS[kind](2))
+    draw(saved.rng)
+    held = HeldGenerators({"dataset": fresh})
+    assert held.load_state_dict(HeldGenerators({"dataset": saved}).state_dict()) == []
+    assert draw(fresh.rng) == draw(saved.rng)
+
+
+def test_bound_method_of_a_generator_is_found() -> None:
+    """An object that keeps only `rng.gauss` or `rng.random` keeps its generator."""
+    generators = [random.Random(0), random.Random(1), np.random.default_rng(0), np.random.RandomState(0)]
+    methods = [generators[0].gauss, generators[1].random, generators[2].random, generators[3].randn]
+    held = HeldGenerators({"draws": methods})
+    assert len(held) == 4
+    state = held.state_dict()
+    expected = [m(0, 1) if m is methods[0] else m() for m in methods]
+    held.load_state_dict(state)
+    assert [m(0, 1) if m is methods[0] else m() for m in methods] == expected
+
+
+def test_shared_generator_is_listed_once() -> None:
+    """One generator behind several paths has one state, by the first path; equal but separate ones have their own."""
+    shared = random.Random(0)
+    roots = {"dataset": Holder(a=shared, b=[shared]), "sampler": Holder(generator=shared)}
+    assert list(HeldGenerators(roots).state_dict()) == ["dataset.a"]
+    assert len(HeldGenerators({"a": random.Random(0), "b": random.Random(0)})) == 2
+
+
+def test_cycles_end() -> None:
+    """Objects that hold each other are walked once."""
+    one, other = Holder(rng=random.Random(0)), Holder()
+    one.other, other.one, other.itself = other, [one], other
+    assert list(HeldGenerators({"root": one}).state_dict()) == ["root.rng"]
+
+
+def test_paths_can_be_read() -> None:
+    """The names say where the generator is, as one would write it."""
+    dataset = Holder(transform=Holder(steps=[None, {"flip": random.Random(0)}]))
+    assert list(HeldGenerators({"dataset": dataset}).state_dict()) == ["dataset.transform.steps[1]['flip']"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generator_that_is_made_when_first_used(kind: str) -> None:
+    """Where the saved run had a generator and this one has ``None`` still, a generator in the saved state is put."""
+    saved = Holder(inner=Holder(rng=KINDS[kind](4)))
+    draw(saved.inner.rng)
+    fresh = Holder(inner=Holder(rng=None))
+    held = HeldGenerators({"dataset": fresh})
+    assert held.load_state_dict(HeldGenerators({"dataset": saved}).state_dict()) == []
+    assert type(fresh.inner.rng) is type(saved.inner.rng)
+    assert draw(fresh.inner.rng) == draw(saved.inner.rng)
+
+
+def test_generator_made_after_the_search_is_found_by_the_next() -> None:
+    """`search` finds what an object made since; until then the state is without it."""
+    holder = Holder(rng=None)
+    held = HeldGenerators({"dataset": holder})
+    holder.rng = random.Random(0)
+    assert held.state_dict() == {}
+    held.search()
+    assert list(held.state_dict()) == ["dataset.rng"]
+
+
+def test_generator_that_is_gone_is_left_out_and_named() -> None:
+    """A path without a generator is not in the state, and one of the state that leads nowhere is returned by name."""
+    holder = Holder(a=random.Random(0), b=[random.Random(1)])
+    held = HeldGenerators({"dataset": holder})
+    state = held.state_dict()
+    holder.b.clear()
+    assert list(held.state_dict()) == ["dataset.a"]
+    del holder.a
+    assert sorted(held.load_state_dict(state)) == ["dataset.a", "dataset.b[0]"]
+
+
+def test_state_of_another_kind_is_refused() -> None:
+    """A state is never pressed into a generator of another kind: both kinds are named."""
+    state = HeldGenerators({"a": random.Random(0)}).state_dict()
+    with pytest.raises(ValueError, match=r"A RandomState can't take the saved state of a python generator"):
+        HeldGenerators({"a": np.random.RandomState(0)}).load_state_dict(state)
+
+
+def test_objects_without_a_state_are_no_generators() -> None:
+    """The system's entropy has no state; classes, modules and numbers are none."""
+    assert not any(is_generator(v) for v in (random.SystemRandom(), random, random.Random, np.random, 0, None))
+    assert len(HeldGenerators({"a": Holder(a=random.SystemRandom(), b=random.Random, c=random, d=np)})) == 0
+
+
+class Watching:
+    """Every property, method and item access of it is an error."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    @property
+    def parameters(self) -> Any:
+        raise AssertionError("a property was evaluated")
+
+    def __len__(self) -> int:
+        raise AssertionError("len was called")
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a sample was read")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was iterated over")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("its truth was asked for")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("it was compared")
+
+    def __hash__(self) -> int:
+        raise AssertionError("it was hashed")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as copy and pickle ask for
+            raise AttributeError(name)
+        raise AssertionError(f"{name} was asked for")
+
+
+def test_walking_calls_nothing_of_the_objects() -> None:
+    """Neither properties nor methods of the objects run, whether the state is read or loaded."""
+    held = HeldGenerators({"dataset": Watching(), "more": [Watching()]})
+    state = held.state_dict()
+    assert list(state) == ["dataset.rng", "more[0].rng"]
+    assert held.load_state_dict(state) == []
+
+
+def test_reading_the_state_draws_nothing() -> None:
+    """Searching and reading leaves generators as they are, and the global ones too."""
+    generator = random.Random(0)
+    before, global_before = generator.getstate(), random.getstate()
+    held = HeldGenerators({"a": generator})
+    held.state_dict()
+    held.search()
+    assert generator.getstate() == before
+    assert random.getstate() == global_before
+
+
+def test_state_is_a_copy() -> None:
+    """Draws after the reading don't reach the state that was read."""
+    generator = np.random.default_rng(0)
+    state = HeldGenerators({"a": generator}).state_dict()
+    copy = dict(state)
+    draw(generator)
+    assert state == copy
+
+
+def test_large_data_is_not_walked_item_by_item() -> None:
+    """Arrays and tensors are passed by: a generator beside them is found, and nothing is read of them."""
+    objects = np.empty(1, dtype=object)
+    objects[0] = random.Random(0)
+    holder = Holder(rows=torch.zeros(10, 10), table=np.zeros((10, 10)), objects=objects, rng=random.Random(0))
+    assert list(HeldGenerators({"dataset": holder}).state_dict()) == ["dataset.rng"]
+
+
+@given(seed=st.integers(0, 2**32 - 1), num_draws=st.integers(0, 5), kind=st.sampled_from(sorted(KINDS)))
+def test_made_generator_is_in_the_saved_state(seed: int, num_draws: int, kind: str) -> None:
+    """`make_generator` gives one of the same kind that draws what the saved one draws next."""
+    generator = KINDS[kind](seed)
+    for _ in range(num_draws):
+        draw(generator)
+    blob = pack_generator(generator)
+    made = make_generator(blob)
+    assert pack_generator(made) == blob
+    assert draw(made) == draw(generator)

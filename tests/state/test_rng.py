@@ -1,0 +1,126 @@
+"""The global generators as one state: exact to the last bit, and read without a trace."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.state.blobs import BlobInterner, unpack_blobs
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+# Calls that leave something behind besides the position: a cached Gaussian, half a word, the middle of a block.
+DRAWS = {
+    "gauss": lambda: random.gauss(0, 1),
+    "random": random.random,
+    "bits": lambda: random.getrandbits(7),
+    "randn": np.random.randn,
+    "rand": np.random.rand,
+    "randint": lambda: np.random.randint(0, 2**16, dtype=np.uint16),
+    "torch.randn": lambda: torch.randn(()).item(),
+    "torch.rand": lambda: torch.rand(17).tolist(),
+    "torch.randint": lambda: torch.randint(2**40, ()).item(),
+}
+draws = st.lists(st.sampled_from(sorted(DRAWS)), max_size=8)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Give each test the same generators, and others their own back."""
+    before = rng_state()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    yield
+    set_rng_state(before)
+
+
+@given(before=draws, between=draws, after=draws)
+def test_draws_go_on_alike(before: list[str], between: list[str], after: list[str]) -> None:
+    """After any draws, the state put back gives the draws that followed it, whatever was drawn in between."""
+    for name in before:
+        DRAWS[name]()
+    state = rng_state()
+    expected = [DRAWS[name]() for name in after]
+    for name in between:
+        DRAWS[name]()
+    set_rng_state(state)
+    assert rng_state() == state
+    assert [DRAWS[name]() for name in after] == expected
+
+
+def test_state_holds_all_three_libraries() -> None:
+    """Python, NumPy (which is imported here) and torch are in the state; no accelerator is started for it."""
+    assert list(rng_state()) == ["python", "numpy", "torch"]
+    assert not torch.cuda.is_initialized()
+
+
+def test_reading_the_state_draws_nothing() -> None:
+    """Two reads in a row are equal, and the next draws are those of a process that never read."""
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    first = rng_state()
+    assert rng_state() == first
+    found = (random.gauss(0, 1), np.random.randn(), torch.randn(()).item())
+    expected = (random.Random(3).gauss(0, 1), np.random.RandomState(3).randn())
+    assert found == (*expected, torch.randn((), generator=torch.Generator().manual_seed(3)).item())
+
+
+@pytest.mark.parametrize("name", BIT_GENERATORS)
+def test_global_bit_generator_of_each_kind(name: str) -> None:
+    """`np.random.set_bit_generator` may put any bit generator behind the global functions: all go on alike."""
+    if not hasattr(np.random, "set_bit_generator"):
+        pytest.skip("this NumPy has one global bit generator only")
+    original = np.random.get_bit_generator()
+    np.random.set_bit_generator(getattr(np.random, name)(1))
+    try:
+        np.random.randn()
+        state = rng_state()
+        expected = np.random.randn(3).tolist()
+        set_rng_state(state)
+        assert rng_state() == state
+        assert np.random.randn(3).tolist() == expected
+    finally:
+        np.random.set_bit_generator(original)
+
+
+def test_state_goes_through_a_safe_checkpoint() -> None:
+    """Packed, the state loads with ``weights_only=True`` and unpacks to the same bytes."""
+    state = rng_state()
+    file = io.BytesIO()
+    torch.save(BlobInterner().pack(state), file)
+    file.seek(0)
+    assert unpack_blobs(torch.load(file, weights_only=True)) == state
+
+
+def test_device_that_is_not_there_is_named() -> None:
+    """The state of an accelerator that this process lacks raises, and says which device it was."""
+    with pytest.raises(ValueError, match="device 'cuda:4096', which this process does not have"):
+        set_rng_state({"cuda:4096": b""})
+    with pytest.raises(ValueError, match="device 'abacus:0'"):
+        set_rng_state({"abacus:0": b""})
+
+
+def test_numpy_is_not_imported_for_it() -> None:
+    """Where nobody has imported NumPy's generators, they have no state, and stay unimported."""
+    script = (
+        "import sys\n"
+        "sys.modules['numpy'] = None\n"  # as if it were not installed
+        "import warnings; warnings.simplefilter('ignore')\n"  # torch's, about exactly that
+        "from lightning_faulttolerant.state.rng import rng_state, set_rng_state\n"
+        "state = rng_state()\n"
+        "set_rng_state(state)\n"
+        "assert list(state) == ['python', 'torch'], list(state)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,220 @@
+"""Gradients, buffers and flags keep to the state law; a change of a tensor never goes unseen."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_faulttolerant.state.tensors import (
+    TensorMarks,
+    buffers_state,
+    flags_state,
+    gradients_state,
+    load_buffers,
+    load_flags,
+    load_gradients,
+)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("lost", torch.zeros(3, dtype=torch.int64), persistent=False)
+        self.register_buffer("nothing", None)
+
+
+def make_module(seed: int = 0) -> nn.Module:
+    """Return a module with parameters, batch statistics and buffers of both kinds."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1), Counter())
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Hold two states against each other, bit by bit."""
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+
+
+def safe(state: Any) -> Any:
+    """Return `state` as it comes out of a checkpoint that was loaded with ``weights_only=True``."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def backward(module: nn.Module) -> None:
+    """Give the first layers gradients, the last one none."""
+    module[1](module[0](torch.randn(5, 3))).square().sum().backward()
+
+
+def test_gradients_come_back() -> None:
+    """Loaded gradients are the saved ones; parameters without one get none, whatever they had."""
+    saved, fresh = make_module(0), make_module(1)
+    backward(saved)
+    for parameter in fresh.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    load_gradients(fresh, safe(gradients_state(saved)))
+    assert_equal(gradients_state(fresh), gradients_state(saved))
+    assert fresh[2].weight.grad is None
+
+
+def test_gradients_are_copies_both_ways() -> None:
+    """Neither the next backward pass nor the loaded gradients change the state."""
+    module = make_module()
+    backward(module)
+    state = gradients_state(module)
+    copy = {name: gradient.clone() for name, gradient in state.items()}
+    backward(module)
+    load_gradients(module, state)
+    backward(module)
+    assert_equal(state, copy)
+
+
+def test_buffers_come_back_in_place() -> None:
+    """Loaded buffers have the saved values and stay the tensors that they were, so that views of them hold."""
+    saved, fresh = make_module(0), make_module(1)
+    saved[1](saved[0](torch.randn(5, 3)))
+    saved[3].lost += 7
+    lost = fresh[3].lost
+    assert load_buffers(fresh, safe(buffers_state(saved))) == []
+    assert_equal(buffers_state(fresh), buffers_state(saved))
+    assert fresh[3].lost is lost
+
+
+def test_buffers_by_persistence() -> None:
+    """Persistent and other buffers are told apart, and together they are all."""
+    module = make_module()
+    assert list(buffers_state(module, persistent=False)) == ["3.lost"]
+    persistent = buffers_state(module, persistent=True)
+    assert list(persistent) == ["1.running_mean", "1.running_var", "1.num_batches_tracked", "3.kept"]
+    assert_equal(buffers_state(module), {**persistent, **buffers_state(module, persistent=False)})
+
+
+def test_buffers_of_another_shape_are_named_and_left() -> None:
+    """A buffer that is gone or has another shape is returned by name, and nothing is broadcast into it."""
+    module = make_module()
+    state = {**buffers_state(module), "3.lost": torch.ones(1, dtype=torch.int64), "gone": torch.ones(1)}
+    assert sorted(load_buffers(module, state)) == ["3.lost", "gone"]
+    assert module[3].lost.tolist() == [0, 0, 0]
+
+
+def test_buffers_state_is_a_copy() -> None:
+    """A forward pass after the reading doesn't reach the state."""
+    module = make_module()
+    state = buffers_state(module)
+    module[1](torch.randn(5, 4))
+    assert state["1.running_mean"].tolist() == [0.0] * 4
+
+
+def test_flags_come_back() -> None:
+    """Evaluation mode of each module and the freezing of each parameter are the saved ones, in both directions."""
+    saved, fresh = make_module(), make_module()
+    saved[1].eval()
+    saved[0].weight.requires_grad_(False)
+    fresh[2].eval()
+    fresh[2].bias.requires_grad_(False)
+    load_flags(fresh, safe(flags_state(saved)))
+    assert flags_state(fresh) == flags_state(saved)
+    assert flags_state(fresh) == {"evaluating": ["1"], "frozen": ["0.weight"]}
+
+
+def test_evaluation_mode_of_a_parent_is_no_childs() -> None:
+    """A parent in evaluation mode with a child in training mode stays that way."""
+    saved, fresh = make_module(), make_module()
+    saved.training = False
+    load_flags(fresh, flags_state(saved))
+    assert (fresh.training, fresh[0].training) == (False, True)
+
+
+def step_of(module: nn.Module) -> None:
+    """Do one optimizer step in place."""
+    backward(module)
+    torch.optim.SGD([p for p in module.parameters() if p.grad is not None], lr=0.1).step()
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "optimizer step": step_of,
+    "in place": lambda m: m[0].weight.requires_grad_(False).mul_(1.5),
+    ".data in place": lambda m: m[0].weight.data.mul_(1.5),
+    ".data of one element": lambda m: m[0].weight.data.view(-1)[3:4].add_(1e-6),
+    ".data turned round": lambda m: m[0].weight.data.neg_(),
+    ".data in another order": lambda m: m[0].weight.data.copy_(m[0].weight.data.flip(0)),
+    ".data replaced": lambda m: setattr(m[0].weight, "data", m[0].weight.data.clone().add_(1)),
+    "parameter replaced": lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
+    "buffer in place": lambda m: m[3].lost.add_(1),
+    "parameter added": lambda m: m.append(nn.Linear(1, 1)),
+    "parameter removed": lambda m: m.pop(2),
+}
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_is_seen(change: str) -> None:
+    """Whatever changes, replaces, adds or removes a tensor is seen."""
+    module = make_module()
+    marks = TensorMarks(tensors_of(module))
+    assert marks.unmoved(tensors_of(module))
+    CHANGES[change](module)
+    assert not marks.unmoved(tensors_of(module))
+
+
+def test_passes_without_a_step_are_no_change() -> None:
+    """Forward, backward, reading and copying move no parameter."""
+    module = make_module()
+    marks = TensorMarks(module.parameters())
+    backward(module)
+    module.state_dict()
+    assert marks.unmoved(module.parameters())
+
+
+def test_state_that_an_optimizer_adds_is_seen() -> None:
+    """Momentum that comes with the first step, and its change at the second, are seen."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], lr=0.0)
+
+    def tensors() -> list[Tensor]:
+        return [value for state in optimizer.state.values() for value in state.values()]
+
+    marks = TensorMarks(tensors())
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert not marks.unmoved(tensors())
+    marks = TensorMarks(tensors())
+    assert marks.unmoved(tensors())
+    optimizer.step()
+    assert not marks.unmoved(tensors())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_each_dtype_and_shape_can_be_marked(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Tensors of every type and shape, empty ones too, are marked; a bit that flips behind torch's back is seen."""
+    tensor = torch.ones(shape, dtype=dtype)
+    marks = TensorMarks([tensor])
+    assert marks.unmoved([tensor])
+    if tensor.numel():
+        tensor.data.zero_()
+        assert not marks.unmoved([tensor])
+
+
+def test_not_a_number_is_no_change() -> None:
+    """A tensor that holds NaN is unchanged as long as its bits are: bits are compared, not values."""
+    tensor = torch.tensor([float("nan"), 0.0])
+    marks = TensorMarks([tensor])
+    assert marks.unmoved([tensor])
+    tensor.data[1:].neg_()
+    assert not marks.unmoved([tensor])
