@@ -6,7 +6,9 @@ has imported everything.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import random
 import signal
@@ -128,11 +130,9 @@ class _Runs:
         directory.mkdir(exist_ok=True)
         path = self._root / f"{name}-{self._num_started}.jsonl"
         path.touch()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        process_id = os.fork()
-        if process_id == 0:
-            self._become_run(path, directory, faults, seed, {**self._options, **options} if with_callback else None)
+        kept = {**self._options, **options} if with_callback else None
+        main = functools.partial(self._run, path, directory, faults, kept)
+        process_id = fork_and_run(main, output=path.with_suffix(".txt"), seed=seed)
         exit_code = self._wait(process_id)
         events = [json.loads(line) for line in path.read_text().splitlines()]
         resumed = [event for event in events if event["event"] == "resumed"]
@@ -145,27 +145,6 @@ class _Runs:
 
     def autosaves(self, name: str) -> list[Path]:
         return sorted((self._root / name).rglob("autosave-*.ckpt"))
-
-    def _become_run(
-        self, path: Path, directory: Path, faults: Sequence[Any], seed: int, options: dict[str, Any] | None
-    ) -> None:
-        code = 1
-        try:
-            os.setsid()
-            output = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            _seed_everything(seed)
-            self._run(path, directory, faults, options)
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 1
-        except BaseException:  # noqa: BLE001 - whatever ends a run is its outcome
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
 
     def _run(self, path: Path, directory: Path, faults: Sequence[Any], options: dict[str, Any] | None) -> None:
         from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
@@ -187,6 +166,49 @@ class _Runs:
         _kill_group(process_id)
         os.waitpid(process_id, 0)
         raise NotTheSame(f"A run did not end within {self._timeout_seconds:g} seconds.")
+
+
+def fork_and_run(main: Callable[[], Any], *, output: Path, seed: int) -> int:
+    """Run `main` in a forked process, leader of a group of its own; return the process id.
+
+    Args:
+        main: What to run; ``SystemExit`` and other exceptions give the exit code that a script would have.
+        output: A file for all that it prints.
+        seed: For the generators of Python, NumPy and torch.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    code = 1
+    try:
+        os.setsid()
+        _print_to(output)
+        _seed_everything(seed)
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - whatever ends a run is its outcome
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _print_to(output: Path) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # A test runner may have put objects of its own here, and loggers have kept the streams of their time.
+    sys.stdout = sys.stderr = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the end
+    loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    logging.getLogger("lightning_faulttolerant").addHandler(logging.StreamHandler())
 
 
 class _Interrupted:

@@ -92,13 +92,14 @@ def fit_net(
     train: Any = None,
     validation: Any = None,
     module: LightningModule | None = None,
+    ckpt_path: Any = None,
     **arguments: Any,
 ) -> Trainer:
     """Fit `Net`, or `module`, on shuffled noisy data, 8 batches an epoch, unless other loaders are given."""
     trainer = make_trainer(callbacks, directory, **arguments)
     train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
-    trainer.fit(Net() if module is None else module, train, validation)
+    trainer.fit(Net() if module is None else module, train, validation, ckpt_path=ckpt_path)
     return trainer
 
 

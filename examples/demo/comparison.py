@@ -113,6 +113,7 @@ def summary(events: Sequence[Event]) -> dict[str, str]:
     }
     result = {name: f"{len(values):>4}  {digest(values)}" for name, values in kinds.items()}
     end = events[-1] if events[-1]["event"] == "end" else {}
-    for name, key in [("weights", "weights"), ("optimizer state", "optimizers"), ("next random draws", "draws")]:
-        result[f"{name} at the end"] = f"{'':>4}  {digest(end.get(key))}"
+    result["weights at the end"] = f"{'':>4}  {end.get('weights')}"
+    result["optimizer state at the end"] = f"{'':>4}  {end.get('optimizers')}"
+    result["next random draws at the end"] = f"{'':>4}  {digest(end.get('draws'))}"
     return result

@@ -1,6 +1,6 @@
-"""Train a small network on scikit-learn's handwritten digits: an ordinary Lightning script, made fault tolerant by two lines.
+"""Train a small network on handwritten digits: an ordinary Lightning script, made fault tolerant by two lines.
 
-The two lines are marked with `(1)` and `(2)`. What is marked with `(demo)` is there so that run.py can compare runs.
+The two lines are marked (1) and (2). What is marked (demo) writes down what happens, so that run.py can compare runs.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.recorder import Recorder, record_end  # (de
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Images that are shifted, brightened and made noisy at random, by each of the three usual generators."""
+    """Images that are shifted, brightened and made noisy at random: a draw from each of the usual three generators."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels
@@ -38,19 +38,16 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 class DigitNet(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
-        second = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU())
-        self.layers = nn.Sequential(first, second, nn.Flatten(), nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 10))
+        block = [nn.Conv2d(1, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
+        self.layers = nn.Sequential(*block, nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        loss = cross_entropy(self.layers(images), labels)
+        loss = cross_entropy(self.layers(batch[0]), batch[1])
         self.log("train_loss", loss, on_step=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, labels = batch
-        scores = self.layers(images)
+        scores, labels = self.layers(batch[0]), batch[1]
         self.log("val_loss", cross_entropy(scores, labels))
         self.log("val_accuracy", (scores.argmax(dim=1) == labels).float().mean())
 
@@ -66,13 +63,14 @@ def main(output: Path) -> None:
     train = DataLoader(Augmented(images[:1500], labels[:1500]), batch_size=32, shuffle=True, num_workers=2)
     validation = DataLoader(TensorDataset(images[1500:], labels[1500:]), batch_size=99)
 
+    output.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(output / "trace.jsonl")  # (demo)
     callbacks = [FaultTolerance(every_n_train_steps=10), recorder]  # (2)
     trainer = Trainer(
         max_epochs=10, accelerator="cpu", log_every_n_steps=1, default_root_dir=output, callbacks=callbacks
     )
     trainer.fit(DigitNet(), train, validation)
-    draws = {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(()).item()}
+    draws = {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(()).item()}  # (demo)
     record_end(recorder, trainer, draws)  # (demo)
 
 

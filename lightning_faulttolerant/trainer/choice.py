@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file
@@ -70,7 +71,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if is_newest and _is_further(ours, path):
         return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours)
     if is_newest:
-        _log.info("%s is further on than the autosave %s.", path, newest)
+        rank_zero_info(f"{path} is further on than the autosave {newest}.")
         return Choice(path=_as_given(given), origin=ours[KEY]["origin"])
     aside = series.set_aside("another-ckpt_path")
     _log.warning(

@@ -1,0 +1,297 @@
+"""Which run is it: several fits, several commands, several checkpoints, and which of them a restart goes on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.processes import Script, run
+from tests.runs import Net, NoisyDataset, fit_net
+
+
+def weights(trainer: Any) -> str:
+    """Return a fit's final weights, exactly."""
+    return str([p.tolist() for p in trainer.lightning_module.parameters()])
+
+
+def told(directory: Path, name: str) -> list[Any]:
+    """Return what a script has written down under a name."""
+    path = directory / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tell(directory: Path, name: str, value: Any) -> None:
+    """Write something down for the test."""
+    with open(directory / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def protected(**options: Any) -> FaultTolerance:
+    """Return the callback with an autosave at every step."""
+    return FaultTolerance(**{"every_n_train_steps": 1, **options})
+
+
+class CountBatches(Callback):
+    """Counts the training batches of a fit."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.num_batches += 1
+
+
+def autosaves(directory: Path) -> list[Path]:
+    """Return the autosaves below a directory."""
+    return sorted(directory.rglob("autosave-*.ckpt"))
+
+
+# Several fits in one script.
+
+
+def folds(directory: Path, kill: tuple[int, int] | None) -> None:
+    """Train three folds; the process is killed at a batch of one of them."""
+    for fold in range(3):
+        killing: list[Callback] = [KillAt(kill[1])] if kill is not None and kill[0] == fold else []
+        count = CountBatches()
+        rows = Subset(NoisyDataset(), [i for i in range(32) if i % 3 != fold])
+        loader = DataLoader(rows, batch_size=4, shuffle=True, drop_last=True)
+        trainer = fit_net([protected(), count, *killing], directory, train=loader, max_epochs=1)
+        result = trainer.callback_metrics["val_loss"].item()
+        tell(directory, "folds", [fold, count.num_batches, weights(trainer), result])
+
+
+@pytest.mark.parametrize("fold", [0, 1, 2])
+def test_killed_in_one_of_several_fits(fold: int, tmp_path: Path) -> None:
+    """Fits that had ended are restored and train no batch again; the one that was killed goes on."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    assert run(lambda: folds(tmp_path / "whole", None)).exit_code == 0
+    assert run(lambda: folds(tmp_path / "killed", (fold, 3))).exit_code == -signal.SIGKILL
+    ended = run(lambda: folds(tmp_path / "killed", None), seed=99)
+    assert ended.exit_code == 0, ended.output
+    whole, killed = told(tmp_path / "whole", "folds"), told(tmp_path / "killed", "folds")[fold:]
+    assert [[f, *rest] for f, _, *rest in whole] == [[f, *rest] for f, _, *rest in killed]
+    num_batches = [count for _, count, *_ in killed]
+    assert num_batches[:fold] == [0] * fold
+    assert 0 < num_batches[fold] < whole[fold][1]
+    assert autosaves(tmp_path) == []
+
+
+def fit_and_test(directory: Path, *, kill_in_test: bool) -> None:
+    """Fit, then test."""
+    count = CountBatches()
+    trainer = fit_net([protected(), count], directory)
+    tell(directory, "fit", [count.num_batches, weights(trainer)])
+    if kill_in_test:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tell(directory, "draw", torch.rand(2).tolist())
+
+
+def test_killed_in_test_after_fit(tmp_path: Path) -> None:
+    """A fit that came to its end is not trained again, and the script goes on from the same random states."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    assert run(lambda: fit_and_test(tmp_path / "whole", kill_in_test=False)).exit_code == 0
+    run(lambda: fit_and_test(tmp_path / "killed", kill_in_test=True))
+    assert run(lambda: fit_and_test(tmp_path / "killed", kill_in_test=False), seed=99).exit_code == 0
+    [[first, before], [again, after]] = told(tmp_path / "killed", "fit")
+    assert (first, again) == (16, 0)
+    assert before == after == told(tmp_path / "whole", "fit")[0][1]
+    assert told(tmp_path / "killed", "draw") == told(tmp_path / "whole", "draw")
+
+
+def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
+    """When the process ends normally its autosaves are gone: the next run of the command is a new one."""
+
+    def main() -> None:
+        count = CountBatches()
+        fit_net([protected(), count], tmp_path)
+        tell(tmp_path, "batches", count.num_batches)
+
+    assert run(main).exit_code == 0
+    assert autosaves(tmp_path) == []
+    assert run(main).exit_code == 0
+    assert told(tmp_path, "batches") == [16, 16]
+
+
+def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
+    """A finished fit that is asked for more epochs trains only those, as one long fit would have."""
+
+    def main(max_epochs: int, kill: bool) -> None:
+        count = CountBatches()
+        trainer = fit_net([protected(), count], tmp_path / "short", max_epochs=max_epochs)
+        tell(tmp_path, "short", [count.num_batches, weights(trainer)])
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
+    run(lambda: main(2, kill=True))
+    ended = run(lambda: main(3, kill=False), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "short")[1] == [8, told(tmp_path, "long")[0]]
+
+
+def test_max_epochs_may_be_raised_in_the_middle(tmp_path: Path) -> None:
+    """A killed fit goes on with more epochs than it was started with."""
+    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path / "short", max_epochs=2))
+    ended = run(lambda: tell(tmp_path, "s", weights(fit_net([protected()], tmp_path / "short", max_epochs=3))), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "s") == told(tmp_path, "long")
+
+
+# Several commands.
+
+
+def test_other_arguments_are_another_run(tmp_path: Path) -> None:
+    """A sweep in one directory does not mix: each command goes on from its own autosaves."""
+
+    def main(name: str, *faults: Callback) -> None:
+        count = CountBatches()
+        fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
+        tell(tmp_path, name, count.num_batches)
+
+    run(lambda: main("one", KillAt(5)), arguments=("--lr=1",))
+    run(lambda: main("two", KillAt(2)), arguments=("--lr=2",))
+    assert run(lambda: main("one"), arguments=("--lr=1",)).exit_code == 0
+    assert run(lambda: main("two"), arguments=("--lr=2",)).exit_code == 0
+    assert told(tmp_path, "one") == [3]
+    assert told(tmp_path, "two") == [6]
+
+
+def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
+    """The second process of the same run refuses at once, and names the first."""
+
+    class Wait(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                (tmp_path / "started").touch()
+                while not (tmp_path / "go").exists():
+                    time.sleep(0.01)
+
+    first = Script(lambda: fit_net([protected(), Wait()], tmp_path))
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    second = run(lambda: fit_net([protected()], tmp_path))
+    (tmp_path / "go").touch()
+    assert first.wait().exit_code == 0
+    assert second.exit_code == 1
+    assert "RunInUseError" in second.output
+    assert f"{first.process_id}" in second.output
+    assert os.uname().nodename in second.output
+
+
+# Several checkpoints.
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    """Return a checkpoint of another, shorter training."""
+    path = tmp_path / "pretrained.ckpt"
+
+    def main() -> None:
+        trainer = fit_net([], tmp_path / "pretraining", max_epochs=1)
+        trainer.save_checkpoint(path)
+
+    assert run(main, seed=7).exit_code == 0
+    return path
+
+
+def finetune(directory: Path, path: Path, *faults: Callback) -> None:
+    """Go on from a pretrained checkpoint."""
+    trainer = fit_net([protected(), *faults], directory, ckpt_path=path)
+    tell(directory, "weights", weights(trainer))
+
+
+def test_pretrained_checkpoint_does_not_start_over(pretrained: Path, tmp_path: Path) -> None:
+    """A fit that was started from a checkpoint, killed and run again goes on rather than starting from it again."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "killed").mkdir()
+    assert run(lambda: finetune(tmp_path / "whole", pretrained)).exit_code == 0
+    assert run(lambda: finetune(tmp_path / "killed", pretrained, KillAt(4))).exit_code == -signal.SIGKILL
+    ended = run(lambda: finetune(tmp_path / "killed", pretrained), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "before batch 4 of epoch 1" in ended.output
+    assert told(tmp_path / "killed", "weights") == told(tmp_path / "whole", "weights")
+
+
+def test_another_explicit_checkpoint_wins(pretrained: Path, tmp_path: Path) -> None:
+    """Another explicit checkpoint than before sets the autosaves aside, and says so."""
+    other = tmp_path / "other.ckpt"
+    other.write_bytes(pretrained.read_bytes())
+    (tmp_path / "run").mkdir()
+    run(lambda: finetune(tmp_path / "run", pretrained, KillAt(4)))
+    ended = run(lambda: finetune(tmp_path / "run", other), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "superseded" in ended.output
+    assert "before batch 4" not in ended.output
+
+
+@pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
+@pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 6 of epoch 0"), (100, None)])
+def test_last_and_autosave_the_furthest_wins(interval: int, expected: str | None, tmp_path: Path) -> None:
+    """With ckpt_path="last" our autosave is taken where it is further on; one that can't be exact is never taken."""
+
+    def main(*faults: Callback) -> None:
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        callbacks = [protected(every_n_train_steps=interval), last, *faults]
+        fit_net(callbacks, tmp_path, enable_checkpointing=True, ckpt_path="last")
+
+    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert (expected or "Resumed exactly before batch 0 of epoch 0") in ended.output
+
+
+# Changed runs.
+
+CHANGES = {
+    "learning rate": lambda: {"learning_rate": 0.5},
+    "split": lambda: {"train": DataLoader(Subset(NoisyDataset(64), range(1, 33)), batch_size=4, shuffle=True)},
+    "data": lambda: {"train": DataLoader(TensorDataset(torch.zeros(32, 4)), batch_size=4, shuffle=True)},
+    "batch size": lambda: {"train": DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=8, shuffle=True)},
+    "sampler": lambda: {
+        "train": DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=4, sampler=SubsetRandomSampler(range(32)))
+    },
+    "accumulation": lambda: {"accumulate_grad_batches": 2},
+}
+
+
+class TunedNet(Net):
+    """Has its learning rate as an argument."""
+
+    def __init__(self, learning_rate: float) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) -> None:
+    """What was changed between two starts is named with both values; strict=False goes on."""
+
+    def main(*callbacks: Callback, learning_rate: float = 0.01, train: Any = None, **arguments: Any) -> None:
+        train = train or DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=4, shuffle=True)
+        fit_net([*callbacks], tmp_path, train=train, module=TunedNet(learning_rate), **arguments)
+
+    assert run(lambda: main(protected(), KillAt(5))).exit_code == -signal.SIGKILL
+    refused = run(lambda: main(protected(), **CHANGES[change]()))
+    assert refused.exit_code == 1
+    assert "FingerprintMismatchError" in refused.output
+    assert " when it was saved, " in refused.output
+    assert autosaves(tmp_path) != []

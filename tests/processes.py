@@ -1,0 +1,66 @@
+"""Runs a function as a script of its own: in a forked process, with arguments, with what Python does at exit."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.testing import fork_and_run
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended, and what it printed."""
+
+    exit_code: int
+    output: str
+
+
+class Script:
+    """A process that runs `main` and then ends as Python does."""
+
+    def __init__(self, main: Callable[[], Any], *, arguments: tuple[str, ...] = (), seed: int = 1) -> None:
+        self._output = Path(tempfile.mkstemp(suffix=".txt")[1])
+        script = functools.partial(_as_script, main, arguments)
+        self.process_id = fork_and_run(script, output=self._output, seed=seed)
+
+    def wait(self, timeout_seconds: float = 60) -> Ended:
+        """Wait until it has ended; kill it if it does not."""
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(self.process_id, os.WNOHANG)
+            if done:
+                return Ended(os.waitstatus_to_exitcode(status), self._output.read_text())
+            time.sleep(0.005)
+        os.killpg(self.process_id, signal.SIGKILL)
+        os.waitpid(self.process_id, 0)
+        raise TimeoutError(f"the process did not end:\n{self._output.read_text()}")
+
+
+def _as_script(main: Callable[[], Any], arguments: tuple[str, ...]) -> None:
+    """Run `main` with arguments, and what Python does at exit behind it."""
+    atexit._clear()
+    sys.argv = ["script.py", *arguments]
+    try:
+        main()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        sys.last_value = error
+        raise
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run(main: Callable[[], Any], **arguments: Any) -> Ended:
+    """Run `main` as a script and wait for its end."""
+    return Script(main, **arguments).wait()
