@@ -30,7 +30,7 @@ class Loaders:
     def __init__(self, trainer: Trainer, *, strict: bool) -> None:
         self._trainer = trainer
         self._strict = strict
-        self._next_index = {TRAIN: 0, VALIDATION: 0}
+        self._stage, self._next_index = TRAIN, 0
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
@@ -40,7 +40,7 @@ class Loaders:
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
-        self._next_index[stage] = 0
+        self._stage, self._next_index = stage, 0
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`."""
@@ -60,9 +60,8 @@ class Loaders:
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
-        stage = VALIDATION if self._trainer.validating or self._trainer.sanity_checking else TRAIN
-        index = self._next_index[stage]
-        self._next_index[stage] += 1
+        stage, index = self._stage, self._next_index
+        self._next_index += 1
         place = f"{stage}/{index}"
         reason = why_not_exact(loader)
         if reason is None and stage == TRAIN and index:
