@@ -49,6 +49,7 @@ class Script:
 def _as_script(main: Callable[[], Any], arguments: tuple[str, ...]) -> None:
     """Run `main` with arguments, and what Python does at exit behind it."""
     atexit._clear()
+    sys.modules["__main__"].__file__ = "/scripts/script.py"
     sys.argv = ["script.py", *arguments]
     try:
         main()

@@ -200,9 +200,9 @@ def finish_batch(trainer: Trainer) -> None:
 
 
 def renew_iterator(trainer: Trainer) -> None:
-    """Make the training loader's iterator anew, as at the beginning of an epoch."""
-    assert trainer.fit_loop._data_fetcher is not None
-    iter(trainer.fit_loop._data_fetcher)
+    """Make the training loader's iterator anew, as at the beginning of an epoch, if there is one already."""
+    if trainer.fit_loop._combined_loader is not None and trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)
 
 
 def validation_is_set_up(trainer: Trainer) -> bool:

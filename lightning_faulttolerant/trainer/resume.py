@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
@@ -85,10 +86,9 @@ class Resume:
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
-        self._loaders.resume_from(self._state.get("loaders", {}))
 
-    def check(self) -> None:
-        """Compare what is known when the fit begins, and what it may do there.
+    def begin(self) -> None:
+        """Compare what is known when the fit begins, and let its loaders go on; what a finder did before is over.
 
         Raises:
             FingerprintMismatchError: If `strict`, and this is another run than the one that saved.
@@ -98,6 +98,10 @@ class Resume:
         saved = self._part["fingerprint"]
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
+        self._loaders.resume_from(self._state.get("loaders", {}))
+        if self.is_in_epoch:
+            # Whoever asked for estimated_stepping_batches, or a finder, has made it already.
+            compat.renew_iterator(self._trainer)
         if "trainer" in self._state:
             # An EarlyStopping that had ended the fit must not let it go on.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]

@@ -183,7 +183,7 @@ class Session:
         self._stop.install(compat.original_handlers(self._trainer))
         self._run_state = RunState(self._trainer, self._loaders)
         if self._resume is not None:
-            self._resume.check()
+            self._resume.begin()
         origin = self._choice.origin if self._choice is not None else None
         header = {"origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(

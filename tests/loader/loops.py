@@ -116,6 +116,7 @@ def tracked_loop(
 
 def full_state(tracker: TrackedLoader, consumed: int | None) -> dict[str, Any]:
     """Return what a checkpoint of the loop holds."""
+    tracker.held.search()  # for what was made since, as the Trainer's autosaves do
     return {"loader": tracker.state_dict(consumed), "rng": rng_state(), "held": tracker.held.state_dict()}
 
 
