@@ -112,6 +112,9 @@ def summary(events: Sequence[Event]) -> dict[str, str]:
         "validation results": [event for event in events if event["event"] == "validated"],
     }
     result = {name: f"{len(values):>4}  {digest(values)}" for name, values in kinds.items()}
+    results = kinds["validation results"][-1]["metrics"] if kinds["validation results"] else {}
+    for name in ("val_loss", "val_accuracy"):
+        result[f"last {name}"] = f"{'':>4}  {float.fromhex(results.get(name, 'nan')):.9g}"
     end = events[-1] if events[-1]["event"] == "end" else {}
     result["weights at the end"] = f"{'':>4}  {end.get('weights')}"
     result["optimizer state at the end"] = f"{'':>4}  {end.get('optimizers')}"

@@ -38,8 +38,9 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 class DigitNet(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        block = [nn.Conv2d(1, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten()]
-        self.layers = nn.Sequential(*block, nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 10))
+        first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        second = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self.layers = nn.Sequential(first, second, nn.Flatten(), nn.Dropout(0.3), nn.Linear(32 * 4 * 4, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = cross_entropy(self.layers(batch[0]), batch[1])
@@ -55,7 +56,7 @@ class DigitNet(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def main(output: Path) -> None:
+def main(root: Path) -> None:
     torch.set_num_threads(1)  # the last bits of a sum depend on the number of threads: keep it the same in each run
     seed_everything(int(os.environ.get("DEMO_SEED", "1")))  # another seed in each restart: a resume doesn't need it
     digits = load_digits()
@@ -63,12 +64,10 @@ def main(output: Path) -> None:
     train = DataLoader(Augmented(images[:1500], labels[:1500]), batch_size=32, shuffle=True, num_workers=2)
     validation = DataLoader(TensorDataset(images[1500:], labels[1500:]), batch_size=99)
 
-    output.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(output / "trace.jsonl")  # (demo)
+    root.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(root / "trace.jsonl")  # (demo)
     callbacks = [FaultTolerance(every_n_train_steps=10), recorder]  # (2)
-    trainer = Trainer(
-        max_epochs=10, accelerator="cpu", log_every_n_steps=1, default_root_dir=output, callbacks=callbacks
-    )
+    trainer = Trainer(callbacks=callbacks, accelerator="cpu", max_epochs=10, log_every_n_steps=1, default_root_dir=root)
     trainer.fit(DigitNet(), train, validation)
     draws = {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(()).item()}  # (demo)
     record_end(recorder, trainer, draws)  # (demo)

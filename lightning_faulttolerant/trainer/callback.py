@@ -95,10 +95,10 @@ class FaultTolerance(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
-        autosaver = self._session.autosaver if self._session is not None else None
-        if autosaver is not None and not autosaver.is_dumping:
-            hook = compat.current_hook(trainer) or "a hook"
-            checkpoint[KEY] = autosaver.make_part(position_of(trainer, hook), {})
+        session = self._session
+        if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
+            position = position_of(trainer, session.saving_hook)
+            checkpoint[KEY] = session.autosaver.make_part(position, {})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""

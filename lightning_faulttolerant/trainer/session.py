@@ -58,6 +58,7 @@ class Session:
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
         self._renews_iterator = False
+        self.saving_hook = ""
 
     @property
     def report(self) -> ResumeReport | None:
@@ -70,6 +71,7 @@ class Session:
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
         wrap(connector, "resume_start", self._wrap_resume_start)
+        wrap(connector, "dump_checkpoint", self._wrap_dump_checkpoint)
         wrap(connector, "restore_training_state", self._wrap_restore_training_state)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
@@ -161,6 +163,14 @@ class Session:
         self._resume = Resume(
             self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict
         )
+
+    def _wrap_dump_checkpoint(self, original: Method) -> Method:
+        def dump_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            # By the time of on_save_checkpoint Lightning names that as the hook that runs.
+            self.saving_hook = compat.current_hook(self._trainer) or "a hook"
+            return original(*args, **kwargs)
+
+        return dump_checkpoint
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
         def restore_training_state() -> None:

@@ -29,6 +29,9 @@ from tests.runs import (
     fit_net,
 )
 
+# Lightning advises against shuffled validation; its randomness has to go on all the same.
+pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
+
 # The order.
 
 

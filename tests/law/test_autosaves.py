@@ -1,0 +1,227 @@
+"""Autosaves of a fit: when they are written, what may be in them, and what a resume does with good and bad ones."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.law.test_which_run import autosaves, protected, tell, told, weights
+from tests.processes import run
+from tests.runs import Net, fit_net
+
+
+class Crash(Callback):
+    """Ends the process in a hook of its start."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_load_checkpoint(self, *_: Any) -> None:
+        self._crash("on_load_checkpoint")
+
+    def on_train_start(self, *_: Any) -> None:
+        self._crash("on_train_start")
+
+    def _crash(self, hook: str) -> None:
+        if hook == self.hook:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
+def test_crash_during_the_resume_itself(hook: str) -> None:
+    """A restart that dies while it restores costs nothing: the next one resumes from the same autosave."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory)
+
+    # Attempt two leaves no events: it dies before any batch.
+    with_crash = [KillAt(5), Crash(hook)]
+    with pytest.raises(AssertionError, match="ended before it could go on"):
+        assert_resumes_exactly(fit, with_crash, options={"every_n_train_steps": 1})
+
+
+@pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
+def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> None:
+    """So the third process does what the uninterrupted run does."""
+
+    def main(name: str, *faults: Callback) -> None:
+        tell(tmp_path, name, weights(fit_net([protected(), *faults], tmp_path / name)))
+
+    assert run(lambda: main("whole")).exit_code == 0
+    assert run(lambda: main("killed", KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(lambda: main("killed", Crash(hook)), seed=98).exit_code == -signal.SIGKILL
+    ended = run(lambda: main("killed"), seed=99)
+    assert "Resumed exactly before batch 5 of epoch 0" in ended.output
+    assert told(tmp_path, "killed") == told(tmp_path, "whole")
+
+
+def test_damaged_newest_autosave_is_set_aside(tmp_path: Path) -> None:
+    """A damaged autosave is set aside and said so, the one before it is taken."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    newest = autosaves(tmp_path)[-1]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    ended = run(lambda: fit_net([protected()], tmp_path), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 4 of epoch 0" in ended.output
+    assert f"{newest.name}.damaged" in ended.output
+
+
+def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
+    """Autosaves of which none verifies are an error, never a fresh start."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    for path in autosaves(tmp_path):
+        path.write_bytes(b"nothing")
+    ended = run(lambda: fit_net([protected()], tmp_path))
+    assert ended.exit_code == 1
+    assert "NoValidCheckpointError" in ended.output
+
+
+class Times(Callback):
+    """Notes at each batch how many autosaves there are."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        numbers = [int(path.name.split("-")[1]) for path in autosaves(self.directory)]
+        tell(self.directory, "saved", [max(numbers, default=0), len(numbers)])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"every_n_train_steps": 3}, [1, 1, 1, 2, 2, 2, 3, 3]),
+        ({"train_time_interval": timedelta(hours=1)}, [1] * 8),
+        ({"overhead_budget": 1.0}, list(range(1, 9))),
+        ({"overhead_budget": 0.000001}, [1] * 8),
+    ],
+)
+def test_when_autosaves_are_written(options: dict[str, Any], expected: list[int], tmp_path: Path) -> None:
+    """The first boundary always saves; then steps, time or the budget say when."""
+    callback = FaultTolerance(**options)
+    ended = run(lambda: fit_net([callback, Times(tmp_path)], tmp_path, max_epochs=1))
+    assert ended.exit_code == 0, ended.output
+    assert [number for number, _ in told(tmp_path, "saved")] == expected
+
+
+def test_keep_last_is_kept(tmp_path: Path) -> None:
+    """No more than keep_last autosaves are there at any batch."""
+    run(lambda: fit_net([protected(keep_last=3), Times(tmp_path)], tmp_path, max_epochs=1))
+    assert [count for _, count in told(tmp_path, "saved")] == [1, 2, 3, 3, 3, 3, 3, 3]
+
+
+def test_auto_resume_off_sets_the_autosaves_aside(tmp_path: Path) -> None:
+    """Without auto_resume the run starts from its beginning, and nothing is deleted."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    ended = run(lambda: fit_net([protected(auto_resume=False), KillAt(2)], tmp_path))
+    assert "Resumed" not in ended.output
+    assert list(tmp_path.rglob("superseded-*/autosave-*.ckpt"))
+
+
+class Configured(Net):
+    """Has hyperparameters of every kind."""
+
+    def __init__(self, **hyperparameters: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyperparameters_of_any_kind_are_no_obstacle(tmp_path: Path) -> None:
+    """Paths, namespaces, classes and functions as hyperparameters ride along, and a resume needs none of them."""
+
+    def main(*faults: Callback) -> None:
+        module = Configured(path=Path("/data"), space=argparse.Namespace(a=1), kind=dict, function=os.getcwd, plain=3)
+        fit_net([protected(), *faults], tmp_path, module=module)
+
+    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    part = load_file(autosaves(tmp_path)[-1])["lightning_faulttolerant"]
+    assert list(part["opaque"]) == ["hyper_parameters"]
+    ended = run(main, seed=99)
+    assert "Resumed exactly before batch 5" in ended.output, ended.output
+
+
+def test_state_that_would_not_load_raises_at_the_first_boundary(tmp_path: Path) -> None:
+    """A callback's state that a resume could not load is named before any batch is trained."""
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"where": Path("/data")}
+
+    ended = run(lambda: fit_net([protected(), Keeps(), Times(tmp_path)], tmp_path))
+    assert ended.exit_code == 1
+    assert "UnsafeCheckpointError" in ended.output
+    assert "/where" in ended.output
+    assert told(tmp_path, "saved") == []
+
+
+def test_autosave_loads_without_the_package_and_restores_in_plain_lightning(tmp_path: Path) -> None:
+    """An autosave is a Lightning checkpoint: a fit without the callback takes it as its ckpt_path."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    newest = autosaves(tmp_path)[-1]
+    assert torch.load(newest, weights_only=True)["global_step"] == 5
+    ended = run(lambda: fit_net([], tmp_path / "plain", ckpt_path=newest, num_sanity_val_steps=0))
+    assert "ended before the epoch ended" in ended.output or ended.exit_code == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc").exists(), reason="needs a directory that can't be written")
+def test_directory_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
+    """It is found out before the first batch, with the path in the message."""
+    ended = run(lambda: fit_net([protected(dirpath="/proc/nothing"), Times(tmp_path)], tmp_path))
+    assert ended.exit_code == 1
+    assert "/proc/nothing" in ended.output
+    assert told(tmp_path, "saved") == []
+
+
+def test_report_says_what_was_restored(tmp_path: Path) -> None:
+    """The report names file, position, parts and time, as text and as a dataclass."""
+
+    def main() -> None:
+        callback = protected()
+        fit_net([callback], tmp_path)
+        report = callback.resume_report
+        assert report is not None
+        tell(tmp_path, "report", [report.epoch, report.batch, report.global_step, report.is_exact, report.path])
+        tell(tmp_path, "text", str(report))
+
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    newest = autosaves(tmp_path)[-1]
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    [[epoch, batch, step, is_exact, path]] = told(tmp_path, "report")
+    assert (epoch, batch, step, is_exact, path) == (0, 5, 5, True, str(newest))
+    [text] = told(tmp_path, "text")
+    assert text.splitlines()[0].startswith("Resumed exactly before batch 5 of epoch 0, global step 5, in ")
+    for part in ("weights", "random generators", "order of samples and workers", "metrics", "logged values"):
+        assert part in text
+
+
+def test_checkpoint_of_somebody_else_that_cannot_be_exact(tmp_path: Path) -> None:
+    """A checkpoint saved inside a hook says where; strict refuses to resume from it, strict=False says what that means."""
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(tmp_path / "theirs.ckpt")
+
+    run(lambda: fit_net([protected(), Saves()], tmp_path / "first"))
+    path = tmp_path / "theirs.ckpt"
+    refused = run(lambda: fit_net([protected()], tmp_path / "second", ckpt_path=path))
+    assert refused.exit_code == 1
+    assert "NotExactError" in refused.output
+    assert "on_train_batch_end" in refused.output
+    told_so = run(lambda: fit_net([protected(strict=False)], tmp_path / "third", ckpt_path=path))
+    assert "NOT EXACT" in told_so.output
