@@ -35,7 +35,7 @@ class Moment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moment as plain dicts."""
-        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": self.sampler_epochs}
+        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -31,7 +31,8 @@ class WorkerRing:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes + _SLOT_HEADER.size
         self._bytes: memoryview | None = None
-        self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8).share_memory_()
+        self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8)
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]
         for worker in range(num_workers):
             for slot in range(num_slots):
                 self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))

@@ -40,13 +40,17 @@ def why_not_exact(loader: object) -> str | None:
         return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if getattr(loader, "_iterator", None) is not None:
+    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
         return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
     try:
         len(loader)
     except (TypeError, NotImplementedError):
         return "its sampler has no length, which is not supported yet"
     return None
+
+
+def _is_of_torch(value: object) -> bool:
+    return type(value).__module__.startswith("torch.utils.data")
 
 
 _TRACKER = "fault_tolerance_tracker"
@@ -63,9 +67,18 @@ class _Tracked(DataLoader[Any]):
         return tracker.iterate(super().__iter__)
 
 
+class _Asked(DataLoader[Any]):
+    """Stands before a user's class: where its ``__iter__`` is a generator, nothing has begun yet when it is called."""
+
+    def __iter__(self) -> Any:
+        tracker: TrackedLoader = vars(self)[_TRACKER]
+        tracker.ask()
+        return super().__iter__()
+
+
 @functools.cache
 def _tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    bases = (_Tracked,) if user_class is DataLoader else (user_class, _Tracked)
+    bases = (_Tracked,) if user_class is DataLoader else (_Asked, user_class, _Tracked)
     namespace = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
     return type(user_class.__name__, bases, namespace)
 
@@ -82,6 +95,7 @@ class TrackedLoader:
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
+        self._is_asked = False
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
         self._resumed_states: list[WorkerState] | None = None
@@ -111,7 +125,7 @@ class TrackedLoader:
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
-        tracked.__class__ = _tracked_class(type(loader))
+        tracked.__class__ = _tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
         # `DataLoader.__setattr__` refuses a new sampler after construction.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[_TRACKER] = self
@@ -125,6 +139,10 @@ class TrackedLoader:
     def _has_living_workers(self) -> bool:
         return self.loader.persistent_workers and getattr(self.loader, "_iterator", None) is not None
 
+    def ask(self) -> None:
+        """Note that an iteration was asked for; it begins when it is made."""
+        self._is_asked = True
+
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make torch's iterator for a new iteration, resumed where `load_state_dict` said so.
 
@@ -132,6 +150,7 @@ class TrackedLoader:
         """
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
+        self._is_asked = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         iterator = make_iterator()
@@ -178,8 +197,8 @@ class TrackedLoader:
             NotExactError: If a worker's state of that position is not there.
         """
         if self._unused_state is not None:  # resumed, and not iterated since: still where it was
-            return self._unused_state
-        if consumed is None:
+            return copy.deepcopy(self._unused_state)
+        if consumed is None or self._is_asked:
             workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
             kept = record_state(self.index_side.record) if workers is not None else None
             return {"consumed": None, "record": kept, "workers": workers}
@@ -210,7 +229,7 @@ class TrackedLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
-        self._unused_state = dict(state_dict)
+        self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         if record is None:
             return

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -197,6 +198,11 @@ def finish_batch(trainer: Trainer) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     epoch_loop.on_advance_end(fetcher)
+
+
+def is_dataloader_iter(data_fetcher: Any) -> bool:
+    """Return whether the module's ``training_step`` takes the ``dataloader_iter`` and fetches by itself."""
+    return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
 
 
 def renew_iterator(trainer: Trainer) -> None:

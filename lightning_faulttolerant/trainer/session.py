@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import NotExactError, TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
@@ -247,6 +247,9 @@ class Session:
             original(data_fetcher)
             if self.autosaver is None:
                 return
+            if compat.is_dataloader_iter(data_fetcher):
+                self._give_up("training_step(self, dataloader_iter) is not supported yet")
+                return
             if self._resumes_in_epoch() and self._resume is not None:
                 position = self._resume.position
                 self._resume.restore(self._state())
@@ -258,6 +261,20 @@ class Session:
                 self._resume.settle()
 
         return on_run_start
+
+    def _give_up(self, reason: str) -> None:
+        """Go on without saving anything.
+
+        Raises:
+            NotExactError: If ``strict``.
+        """
+        if self._options.strict:
+            raise NotExactError(
+                f"{reason}. Nothing could be saved. Pass FaultTolerance(strict=False) to train without."
+            )
+        rank_zero_warn(f"{reason}: this fit is not saved.")
+        self._stop.uninstall()
+        self.autosaver = None
 
     def _make_boundary(self) -> Boundary:
         assert self.autosaver is not None

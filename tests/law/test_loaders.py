@@ -281,6 +281,18 @@ def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataL
     assert_goes_on(cut, train=lambda: kind(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers))
 
 
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
+def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader], is_persistent: bool) -> None:
+    """Killed where a generator's ``__iter__`` was called but has not begun, the epoch is the next one all the same."""
+    assert_goes_on(
+        Cut(kill=8, every=1, goes_on_at=(1, 0)),
+        train=lambda: kind(
+            NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent
+        ),
+    )
+
+
 @each_num_workers
 @each_cut
 def test_random_split(cut: Cut, num_workers: int) -> None:

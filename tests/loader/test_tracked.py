@@ -553,7 +553,7 @@ def test_workers_go_on_through_signals_until_told() -> None:
     expected = [listed(batch) for batch in DataLoader(Drawing(40), batch_size=1, num_workers=2)]
     seed(1)
     iterator = iter(tracker.copy_of(loader))
-    found = [listed(next(iterator))]
+    found = [listed(next(iterator)) for _ in range(2)]  # both are set up
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     for signum in _signals_that_arrive():

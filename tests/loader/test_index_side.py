@@ -1,0 +1,245 @@
+"""The index sampler is passed through, and resumed by its random states; a sampler that can't be is found out."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.index_side import IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import rng_state
+from tests.loader.loops import safe, seed
+
+
+def make(sampler: Any, *, window: int = 2) -> IndexSide:
+    """Return the stand-in for `sampler`."""
+    return IndexSide(sampler, held=HeldGenerators({"sampler": sampler}), window=window)
+
+
+def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
+    """Begin a fresh iteration, as one of a loader without workers."""
+    side = make(sampler, **arguments)
+    side.begin(None, new_workers=True)
+    return side, iter(side)
+
+
+def resume(sampler: Any, state: Any, position: int, *, strict: bool = True) -> tuple[IndexSide, Iterator[Any]]:
+    """Go on at `position` of a state."""
+    side = make(sampler)
+    side.strict = strict
+    side.begin(plan_from_state(state, position), new_workers=True)
+    iterator = iter(side)
+    side.ensure_open()
+    return side, iterator
+
+
+class ThreadedRandom:
+    """Draws each index only when it is asked for, from all generators."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(0)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(9):
+            yield random.randrange(50) + 100 * int(np.random.randint(50)) + 10_000 * self.own.randrange(50)
+
+
+class Counting:
+    """Gives other indices each time it is started, by a counter of its own: nobody can resume that."""
+
+    def __init__(self) -> None:
+        self.num_iterations = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_iterations += 1
+        return iter([self.num_iterations * 100 + i for i in range(6)])
+
+
+SAMPLERS = {
+    "in order": lambda: SequentialSampler(range(9)),
+    "shuffled": lambda: RandomSampler(range(9)),
+    "batches": lambda: BatchSampler(RandomSampler(range(9)), 2, drop_last=False),
+    "drawn one by one": ThreadedRandom,
+    "generator of its own": lambda: RandomSampler(range(9), generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
+    """At each position, with batches handed out ahead or not, the rest is the rest, ahead of the same generators."""
+    length = len(SAMPLERS[sampler]())
+    for position in range(length + 1):
+        seed(1)
+        side, iterator = begin(SAMPLERS[sampler](), window=num_ahead + 1)
+        indices = [next(iterator, None) for _ in range(min(position + num_ahead, length))]
+        state, rng = safe(record_state(side.record)), rng_state()
+        held = side.moment().held
+        rest = list(iterator)
+        seed(2)
+        again, resumed = resume(SAMPLERS[sampler](), state, position)
+        again.restore(again.moment())
+        _put(rng, held, again)
+        assert list(resumed) == indices[position:] + rest
+        assert again.notes == [] or sampler == "drawn one by one"
+
+
+def _put(rng: Any, held: Any, side: IndexSide) -> None:
+    from lightning_faulttolerant.loader.index_side import Moment  # noqa: PLC0415, RUF100
+
+    side.restore(Moment(rng=rng, held=held, sampler_epochs=[]))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_sampler_is_passed_through(sampler: str) -> None:
+    """The indices, the draws that are made for them, and the length are those of the sampler itself."""
+    seed(1)
+    expected, draws = list(SAMPLERS[sampler]()), rng_state()
+    seed(1)
+    side, iterator = begin(SAMPLERS[sampler]())
+    assert len(side) == len(SAMPLERS[sampler]())
+    assert list(iterator) == expected
+    assert rng_state() == draws
+
+
+def test_reading_the_state_changes_nothing() -> None:
+    """Wherever the record is read, the indices that follow are the same."""
+    seed(1)
+    expected = list(ThreadedRandom())
+    seed(1)
+    side, iterator = begin(ThreadedRandom())
+    found = []
+    for index in iterator:
+        record_state(side.record)
+        side.moment()
+        found.append(index)
+    assert found == expected
+
+
+def test_attributes_are_the_samplers() -> None:
+    """What Lightning and users ask of a sampler is answered by theirs; what it lacks is lacking here."""
+    sampler = BatchSampler(RandomSampler(range(9)), 2, drop_last=True)
+    side = make(sampler)
+    assert (side.batch_size, side.drop_last, side.sampler) == (2, True, sampler.sampler)
+    assert not hasattr(side, "set_epoch")
+    with pytest.raises(TypeError):
+        len(make(iter([1])))
+
+
+def test_epoch_of_the_sampler_is_put_back() -> None:
+    """A sampler that goes by `set_epoch` resumes in its epoch, also as the inner one of a batch sampler."""
+
+    def make_sampler() -> BatchSampler:
+        return BatchSampler(DistributedSampler(range(20), num_replicas=2, rank=0, seed=3), 2, drop_last=False)
+
+    sampler = make_sampler()
+    sampler.sampler.set_epoch(4)
+    expected = list(sampler)
+    side, iterator = begin(sampler)
+    next(iterator)
+    fresh = make_sampler()
+    _, resumed = resume(fresh, safe(record_state(side.record)), 1)
+    assert list(resumed) == expected[1:]
+    assert fresh.sampler.epoch == 4
+
+
+def test_sampler_with_a_state_of_its_own_is_found_out() -> None:
+    """Started again it gives other indices: that raises, names it, and says what to do."""
+    sampler = Counting()
+    sampler.num_iterations = 5  # epochs before
+    side, iterator = begin(sampler)
+    next(iterator)
+    with pytest.raises(NotExactError, match="Counting gives other indices than it gave before batch 1"):
+        resume(Counting(), safe(record_state(side.record)), 1)
+
+
+def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.LogCaptureFixture) -> None:
+    """Without strict it is a warning and a note in the report, and the batches in flight are handed out again."""
+    sampler = Counting()
+    sampler.num_iterations = 5
+    side, iterator = begin(sampler)
+    first = [next(iterator) for _ in range(2)]
+    with caplog.at_level(logging.WARNING):
+        again, resumed = resume(Counting(), safe(record_state(side.record)), 1, strict=False)
+    assert len(again.notes) == 1
+    assert again.notes[0] in caplog.messages
+    assert next(resumed) == first[1]
+
+
+class Remembering(ThreadedRandom):
+    """Draws as it goes, and remembers what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.seen += 1
+            yield index + 1_000_000 * self.seen
+
+
+def test_sampler_that_draws_as_it_goes_is_noted() -> None:
+    """Where a sampler draws between batches, and others draw too, its batches in flight are kept and it is noted."""
+    seed(1)
+    side, iterator = begin(ThreadedRandom(), window=3)
+    first = []
+    for _ in range(5):
+        first.append(next(iterator))
+        random.random()  # the loop's own draws, between the sampler's
+    state = safe(record_state(side.record))
+    assert state["draws"] is True
+    seed(2)
+    again, resumed = resume(ThreadedRandom(), state, 3)
+    assert "ThreadedRandom draws random numbers between batches" in again.notes[0]
+    assert [next(resumed), next(resumed)] == first[3:]
+
+
+def test_sampler_that_draws_at_its_start_only_is_not_taken_for_one_that_goes_on_drawing() -> None:
+    """A shuffle at the start is no drawing between batches."""
+    side, iterator = begin(RandomSampler(range(9)))
+    for _ in range(4):
+        next(iterator)
+    assert side.record.draws is False
+
+
+def test_window_keeps_the_last_batches_only() -> None:
+    """The record holds as many batches as may be in flight, whatever the length of the epoch."""
+    side, iterator = begin(SequentialSampler(range(9)), window=3)
+    for _ in range(7):
+        next(iterator)
+    state = record_state(side.record)
+    assert (state["handed_out"], len(state["recent"])) == (7, 3)
+
+
+def test_iteration_that_nobody_announced_is_refused() -> None:
+    """Indices that are drawn past the tracker would be counted wrongly: that raises."""
+    with pytest.raises(NotExactError, match="calls DataLoader"):
+        iter(make(SequentialSampler(range(3))))
+
+
+def test_plan_with_workers_alone_starts_a_new_epoch() -> None:
+    """A plan that only holds the workers' birth draws the order of the next epoch from the generators as they are."""
+    seed(1)
+    side, iterator = begin(RandomSampler(range(9)))
+    list(iterator)
+    state, rng = record_state(side.record), rng_state()
+    expected = list(RandomSampler(range(9)))
+    again = make(RandomSampler(range(9)))
+    again.begin(birth_plan(safe(state)), new_workers=True)
+    _put(rng, {}, again)
+    assert list(again) == expected

@@ -1,0 +1,93 @@
+"""Bad arguments are refused when the callback is made, with the value and the reason."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+
+DEFAULTS: dict[str, Any] = {
+    "dirpath": None,
+    "run_id": None,
+    "keep_last": 2,
+    "every_n_train_steps": None,
+    "train_time_interval": None,
+    "overhead_budget": 0.01,
+    "stop_signals": ("SIGTERM", "SIGINT"),
+    "grace_seconds": 25.0,
+    "save_on_exception": True,
+    "auto_resume": True,
+    "strict": True,
+}
+
+BAD = [
+    ({"run_id": "a/b"}, "got 'a/b'"),
+    ({"run_id": ""}, "got ''"),
+    ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
+    ({"every_n_train_steps": 0}, "every_n_train_steps must be at least 1, got 0"),
+    ({"every_n_train_steps": 5, "train_time_interval": timedelta(1)}, "contradict each other"),
+    ({"train_time_interval": timedelta(0)}, "train_time_interval must be positive, got 0:00:00"),
+    ({"overhead_budget": 0.0}, r"in \(0, 1\]; got 0.0"),
+    ({"overhead_budget": 1.01}, r"in \(0, 1\]; got 1.01"),
+    ({"overhead_budget": float("nan")}, r"in \(0, 1\]; got nan"),
+    ({"grace_seconds": 0.0}, "grace_seconds must be positive, got 0.0"),
+    ({"grace_seconds": float("nan")}, "grace_seconds must be positive, got nan"),
+    ({"stop_signals": ("SIGKILL",)}, "can't hold SIGKILL"),
+    ({"stop_signals": ("SIGCHLD",)}, "can't hold SIGCHLD"),
+    ({"stop_signals": ("TERM",)}, "'TERM', which is no signal here"),
+    ({"stop_signals": ("SIGNONE",)}, "'SIGNONE', which is no signal here"),
+    ({"stop_signals": ("SIG_IGN",)}, "'SIG_IGN', which is no signal here"),
+    ({"stop_signals": "SIGTERM"}, "no signal here"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_argument_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
+    """A value that means nothing raises at once, from the callback too, and the message shows it."""
+    with pytest.raises(ValueError, match=message):
+        FaultTolerance(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"keep_last": 1, "overhead_budget": 1.0, "grace_seconds": 0.1},
+        {"every_n_train_steps": 1},
+        {"train_time_interval": timedelta(seconds=1)},
+        {"run_id": "run-1", "dirpath": Path("here")},
+        {"stop_signals": ()},
+    ],
+)
+def test_good_arguments_are_kept(arguments: dict[str, Any]) -> None:
+    """Values in range, at their limits too, are kept as they are."""
+    options = Options(**{**DEFAULTS, **arguments})
+    assert all(getattr(options, name) == value for name, value in arguments.items())
+
+
+def test_signals_are_those_of_the_system() -> None:
+    """The names become signals, in their order."""
+    options = Options(**{**DEFAULTS, "stop_signals": ("SIGUSR1", "SIGTERM")})
+    assert options.signals == (signal.SIGUSR1, signal.SIGTERM)
+
+
+def test_options_cant_be_changed() -> None:
+    """What was checked stays as it is."""
+    with pytest.raises(AttributeError):
+        Options(**DEFAULTS).keep_last = 0  # type: ignore[misc]
+
+
+def test_directory_is_local() -> None:
+    """Paths and file URLs are directories; other URLs are refused by name."""
+    assert checked_dirpath(None) is None
+    assert checked_dirpath("runs") == Path("runs")
+    assert checked_dirpath(Path("/runs")) == Path("/runs")
+    assert checked_dirpath("file:///runs") == Path("/runs")
+    with pytest.raises(ValueError, match="got 's3://bucket/runs'"):
+        checked_dirpath("s3://bucket/runs")

@@ -1,0 +1,145 @@
+"""The same command is the same run; anything else is another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.trainer import run as run_module
+from lightning_faulttolerant.trainer.run import check_run_id, default_run_id, open_run
+
+ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
+
+
+@pytest.fixture(autouse=True)
+def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let this process be one that was started with a script."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+
+
+@given(arguments=st.lists(st.text(max_size=20), max_size=5))
+def test_same_command_same_run(arguments: list[str]) -> None:
+    """Script and arguments decide, not how the interpreter was called; the id is a good one."""
+    one = default_run_id(["train.py", *arguments], {})
+    assert one == default_run_id(["/elsewhere/train.py", *arguments], {"HOME": "/root"})
+    assert check_run_id(one) == one
+    assert one.startswith("train-")
+
+
+@given(one=st.lists(st.text(alphabet="ab -=", max_size=4), max_size=3), other=st.data())
+def test_other_arguments_other_run(one: list[str], other: st.DataObject) -> None:
+    """Another list of arguments is another run, also where the two read alike when joined."""
+    two = other.draw(st.lists(st.text(alphabet="ab -=", max_size=4), max_size=3))
+    same = default_run_id(["train.py", *one], {}) == default_run_id(["train.py", *two], {})
+    assert same == (one == two)
+
+
+def test_other_script_other_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Scripts of the same name in two directories are two runs."""
+    one = default_run_id(["train.py"], {})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "other" / "train.py"))
+    assert default_run_id(["train.py"], {}) != one
+
+
+@pytest.mark.parametrize("variable", ARRAYS)
+def test_each_task_of_an_array_is_a_run(variable: str) -> None:
+    """Tasks of one array differ; submitted again, with a new job id, a task is the same run."""
+    tasks = [default_run_id(["train.py"], {variable: str(n), "SLURM_JOB_ID": "77"}) for n in range(3)]
+    assert len({*tasks, default_run_id(["train.py"], {})}) == 4
+    assert default_run_id(["train.py"], {variable: "1", "SLURM_JOB_ID": "78"}) == tasks[1]
+
+
+def test_variable_names_the_run() -> None:
+    """The environment's run id is taken as it is; an empty one is none; a bad one is refused."""
+    assert default_run_id(["train.py", "--x"], {"PL_FAULT_TOLERANT_RUN_ID": "mine"}) == "mine"
+    empty = default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": ""})
+    assert empty == default_run_id(["train.py"], {})
+    with pytest.raises(ValueError, match="got '../mine'"):
+        default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
+
+
+def test_interactive_session_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a script, a notebook's, the arguments are the kernel's own and don't count."""
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert default_run_id(["kernel", "/tmp/1.json"], {}) == default_run_id(["kernel", "/tmp/2.json"], {})
+    assert default_run_id(["kernel"], {}).startswith("interactive-")
+
+
+@pytest.mark.parametrize("name", ["Fälle.py", "my train.py", "-.py", "a" * 200 + ".py", "...py"])
+def test_script_of_any_name_gives_a_good_id(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever a script is called, the id can name a directory."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / name))
+    check_run_id(default_run_id(["x"], {}))
+
+
+@pytest.mark.parametrize("run_id", ["", ".", "..", "a/b", "a\\b", "-a", ".a", "a b", "ä", "a\n", "a" * 129])
+def test_bad_ids_are_refused(run_id: str) -> None:
+    """What can't name a directory everywhere, or leads out of it, is refused with the value."""
+    with pytest.raises(ValueError, match="run_id must be 1 to 128 letters") as error:
+        check_run_id(run_id)
+    assert repr(run_id) in str(error.value)
+
+
+@pytest.mark.parametrize("run_id", ["a", "0", "A.b_c-d", "a" * 128])
+def test_good_ids_are_kept(run_id: str) -> None:
+    """Good ones come back as they are."""
+    assert check_run_id(run_id) == run_id
+
+
+def test_fits_of_a_process_are_numbered(tmp_path: Path) -> None:
+    """The second fit of a script has a directory of its own, and the run is the same object."""
+    run = open_run(tmp_path, "numbered")
+    try:
+        assert open_run(tmp_path / "." / "x" / "..", "numbered") is run
+        directories = [run.next_fit(keep_last=1).directory for _ in range(2)]
+        assert directories == [tmp_path / "numbered" / "fit-1", tmp_path / "numbered" / "fit-2"]
+    finally:
+        run._lock.release()
+        run_module._runs.pop(run.directory)
+
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from lightning_faulttolerant.trainer.run import open_run
+directory = Path(sys.argv[1])
+run = open_run(directory, "run")
+series = run.next_fit(keep_last=2)
+how = sys.argv[2]
+if how == "failed":
+    run.failed = True
+if how == "raises":
+    raise RuntimeError("of the user")
+if how == "child":
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    assert (directory / "run" / "run.lock").exists()
+    print("still there")
+"""
+
+
+def end_of(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """Run a process that opens a run and ends in some way."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_second_process_is_refused(tmp_path: Path) -> None:
+    """While this process has the run, another one is refused."""
+    run = open_run(tmp_path, "run")
+    try:
+        other = end_of(tmp_path, "ends")
+        assert other.returncode == 1
+        assert RunInUseError.__name__ in other.stderr
+        assert str(os.getpid()) in other.stderr
+    finally:
+        run._lock.release()
+        run_module._runs.pop(run.directory)
