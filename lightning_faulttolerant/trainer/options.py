@@ -43,7 +43,7 @@ class Options:
             raise ValueError(f"train_time_interval must be positive, got {self.train_time_interval}.")
         if not 0 < self.overhead_budget <= 1:
             raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
-        if self.grace_seconds <= 0:
+        if not self.grace_seconds > 0:  # so that NaN is refused too
             raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
         for name in self.stop_signals:
             _check_signal(name)
@@ -51,13 +51,13 @@ class Options:
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
         """The stop signals that exist on this system."""
-        return tuple(signal.Signals[name] for name in self.stop_signals if hasattr(signal, name))
+        return tuple(dict.fromkeys(signal.Signals[name] for name in self.stop_signals))
 
 
 def _check_signal(name: str) -> None:
     if name in _UNSTOPPABLE:
         raise ValueError(f"stop_signals can't hold {name}: no process can handle it as a wish to stop.")
-    if not name.startswith("SIG") or not hasattr(signal, name):
+    if name not in signal.Signals.__members__:
         raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
 
 

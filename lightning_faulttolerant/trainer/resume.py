@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters import restore_best_models
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
@@ -52,6 +53,7 @@ class Resume:
         self._began = time.monotonic()
         self._not_exact: list[str] = []
         self._part = choice.part
+        self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self.position: Position | None = None
         self.report: ResumeReport | None = None
@@ -95,6 +97,7 @@ class Resume:
         """
         if self._part is None or self.position is None:
             return
+        restore_best_models(self._trainer, self._callback_states)
         saved = self._part["fingerprint"]
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
@@ -165,4 +168,4 @@ class Resume:
             notes=(*notes, *self._loaders.notes()),
             seconds=time.monotonic() - self._began,
         )
-        rank_zero_info(str(self.report))
+        rank_zero_info(f"\n{self.report}")  # a progress bar may stand in this line

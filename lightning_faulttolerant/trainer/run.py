@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 # The task's number in a job array; a job's own id is another one each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
+_STEM_LENGTH = 64
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -50,7 +51,7 @@ def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
     task = [f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)]
     digest = hashlib.blake2b("\0".join([script, *arguments, *task]).encode(), digest_size=6).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip("-._") or "run"
-    return f"{stem}-{digest}"
+    return f"{stem[:_STEM_LENGTH]}-{digest}"
 
 
 class Run:

@@ -109,6 +109,8 @@ class Session:
         try:
             if saves and not self._is_saved(exception):
                 self._save_interrupted(exception)
+            if isinstance(exception, TrainingStopped):
+                rank_zero_info(f"\n{exception.reason}. Run the same command again to go on {self._last_saved()}.")
         finally:
             self._loaders.close_workers()
             self.close()
@@ -120,6 +122,10 @@ class Session:
         self._loaders.put_back()
         self._patches.undo()
         self._boundary = self.autosaver = self._run_state = None
+
+    def _last_saved(self) -> str:
+        saved = self.autosaver.saved if self.autosaver is not None else None
+        return "from the beginning" if saved is None else str(saved)
 
     def _is_saved(self, exception: BaseException) -> bool:
         assert self.autosaver is not None

@@ -31,7 +31,7 @@ def exit_code(signum: int) -> int:
 
 def stopped_by(signum: int, where: str) -> TrainingStopped:
     """Return the exception that ends the process for a signal."""
-    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}")
+    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}".rstrip())
 
 
 class StopSignals:

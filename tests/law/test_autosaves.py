@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
-from tests.processes import run
-from tests.runs import Net, fit_net
+from tests.processes import Script, run
+from tests.runs import Net, NoisyDataset, fit_net
 
 
 class Crash(Callback):
@@ -245,3 +248,46 @@ def test_dataloader_iter_is_refused(tmp_path: Path) -> None:
     trained = run(lambda: fit_net([protected(strict=False)], tmp_path, module=Fetches()))
     assert trained.exit_code == 0, trained.output
     assert autosaves(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_best_models_survive_a_new_version_of_the_default_logger(tmp_path: Path) -> None:
+    """ModelCheckpoint's best score, path and files are those of the uninterrupted run, though its directory changed."""
+
+    def main(name: str, *faults: Callback) -> None:
+        best = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}")
+        callbacks = [protected(), best, *faults]
+        fit_net(callbacks, tmp_path / name, enable_checkpointing=True, logger=True, max_epochs=4)
+        scores = {Path(path).name: score.item() for path, score in best.best_k_models.items()}
+        tell(tmp_path, name, [best.best_model_score.item(), Path(best.best_model_path).name, scores])
+
+    assert run(lambda: main("whole")).exit_code == 0
+    assert run(lambda: main("killed", KillAt(25))).exit_code == -signal.SIGKILL
+    ended = run(lambda: main("killed"), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "killed") == told(tmp_path, "whole")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_process_is_gone_in_time(num_workers: int, tmp_path: Path) -> None:
+    """A process that gets SIGTERM from outside says where it stopped, and is gone within 5 seconds."""
+
+    class Started(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            (tmp_path / "started").touch()
+            time.sleep(0.01)
+
+    def main() -> None:
+        loader = DataLoader(NoisyDataset(), batch_size=4, num_workers=num_workers)
+        fit_net([protected(), Started()], tmp_path, train=loader, max_epochs=100)
+
+    script = Script(main)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    os.kill(script.process_id, signal.SIGTERM)
+    ended = script.wait()
+    assert time.monotonic() - began < 5
+    assert ended.exit_code == 143
+    assert "Stopped by SIGTERM before batch" in ended.output
+    assert "Run the same command again to go on before batch" in ended.output

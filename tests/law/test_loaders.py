@@ -287,9 +287,7 @@ def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader
     """Killed where a generator's ``__iter__`` was called but has not begun, the epoch is the next one all the same."""
     assert_goes_on(
         Cut(kill=8, every=1, goes_on_at=(1, 0)),
-        train=lambda: kind(
-            NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent
-        ),
+        train=lambda: kind(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=is_persistent),
     )
 
 

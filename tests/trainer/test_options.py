@@ -77,6 +77,11 @@ def test_signals_are_those_of_the_system() -> None:
     assert options.signals == (signal.SIGUSR1, signal.SIGTERM)
 
 
+def test_signal_that_is_named_twice_is_handled_once() -> None:
+    """Taken over twice, a signal would never be given back."""
+    assert Options(**{**DEFAULTS, "stop_signals": ("SIGINT", "SIGINT")}).signals == (signal.SIGINT,)
+
+
 def test_options_cant_be_changed() -> None:
     """What was checked stays as it is."""
     with pytest.raises(AttributeError):

@@ -109,31 +109,38 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from lightning_faulttolerant.trainer.run import open_run
-directory = Path(sys.argv[1])
-run = open_run(directory, "run")
-series = run.next_fit(keep_last=2)
-how = sys.argv[2]
-if how == "failed":
-    run.failed = True
-if how == "raises":
+run = open_run(Path(sys.argv[1]), "run")
+path = run.next_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
+if sys.argv[2] == "raises":
     raise RuntimeError("of the user")
-if how == "child":
-    if os.fork() == 0:
-        sys.exit(0)
-    os.wait()
-    assert (directory / "run" / "run.lock").exists()
-    print("still there")
+if os.fork() == 0:
+    sys.exit(0)  # a child's end, with all that runs at an exit, is not the run's
+os.wait()
+assert path.exists()
 """
 
 
 def end_of(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
-    """Run a process that opens a run and ends in some way."""
+    """Run a process that opens a run, saves and ends in some way."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), how]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+def test_autosaves_go_when_the_process_ends_well(tmp_path: Path) -> None:
+    """A process that came to its normal end leaves nothing, and one of its children none the less."""
+    ended = end_of(tmp_path, "ends")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_autosaves_stay_when_the_script_raises(tmp_path: Path) -> None:
+    """An exception that nobody caught, behind fit too, leaves the autosaves for the next start."""
+    assert "of the user" in end_of(tmp_path, "raises").stderr
+    assert len(list(tmp_path.glob("run/fit-1/autosave-*.ckpt"))) == 1
+
+
 def test_second_process_is_refused(tmp_path: Path) -> None:
-    """While this process has the run, another one is refused."""
+    """While this process has the run, another one is refused and learns who has it."""
     run = open_run(tmp_path, "run")
     try:
         other = end_of(tmp_path, "ends")

@@ -1,0 +1,114 @@
+"""The law for generators that objects hold: they go on like the global ones, wherever they hide."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+from tests.runs import (
+    FIRST_EPOCH,
+    LATER_EPOCH,
+    Cut,
+    HoldingDataset,
+    LazyDataset,
+    Net,
+    NoisyCollate,
+    NoisyDataset,
+    PythonShuffle,
+    TransformedDataset,
+    assert_goes_on,
+    closed_over_collate,
+    each_cut,
+    each_num_workers,
+)
+
+
+@each_num_workers
+@each_cut
+def test_held_by_the_data_set(cut: Cut, num_workers: int) -> None:
+    """Generators of each kind that a data set holds go on, in this process and in each worker's copy."""
+    assert_goes_on(cut, train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers))
+
+
+def test_held_by_the_data_set_in_workers_that_live_on() -> None:
+    """In workers that live on, each copy's generators go on from epoch to epoch, in validation too."""
+
+    def loader(length: int) -> DataLoader:
+        return DataLoader(HoldingDataset(length), batch_size=4, num_workers=2, persistent_workers=True)
+
+    assert_goes_on(LATER_EPOCH, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
+
+
+@each_num_workers
+@each_cut
+def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
+    """Generators go on that hide in a transform of a transform of the data set."""
+    assert_goes_on(
+        cut, train=lambda: DataLoader(TransformedDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
+    )
+
+
+@each_num_workers
+@pytest.mark.parametrize("has_attribute", [True, False])
+def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
+    """A generator that a data set makes when it is first used goes on, though the new process has none yet."""
+    assert_goes_on(
+        FIRST_EPOCH,
+        train=lambda: DataLoader(
+            LazyDataset(has_attribute=has_attribute), batch_size=4, shuffle=True, num_workers=num_workers
+        ),
+    )
+
+
+@each_num_workers
+@each_cut
+def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
+    """A sampler's own generator goes on, of the users' and of torch's samplers."""
+
+    def train() -> DataLoader:
+        sampler = PythonShuffle(rng=random.Random(0))
+        return DataLoader(NoisyDataset(), batch_size=4, sampler=sampler, num_workers=num_workers)
+
+    def validation() -> DataLoader:
+        sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(0))
+        return DataLoader(NoisyDataset(8), batch_size=4, sampler=sampler, num_workers=num_workers)
+
+    assert_goes_on(cut, train=train, validation=validation)
+
+
+@each_num_workers
+@pytest.mark.parametrize("make_collate", [NoisyCollate, closed_over_collate])
+def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
+    """A generator goes on that a ``collate_fn`` holds, as an attribute or in its closure."""
+    assert_goes_on(
+        LATER_EPOCH,
+        train=lambda: DataLoader(
+            NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=make_collate()
+        ),
+    )
+
+
+class HoldingNet(Net):
+    """Draws in its step from generators that it holds, one of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python = random.Random(0)
+        self.others = {"numpy": np.random.default_rng(0), "legacy": [np.random.RandomState(0)]}
+        self.torch = torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        own = self.python.gauss(0, 1) + self.others["numpy"].normal() + self.others["legacy"][0].randn()
+        return super().training_step(batch + float(own) + torch.randn((), generator=self.torch), batch_idx)
+
+
+@each_cut
+def test_held_by_the_module(cut: Cut) -> None:
+    """Generators that the module holds and draws from in its step go on."""
+    assert_goes_on(cut, module=HoldingNet)

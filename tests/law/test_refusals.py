@@ -1,0 +1,112 @@
+"""What can't be exact is said with the reason: an error under ``strict``, a warning without."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.testing import NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.runs import CountingSampler, NoisyDataset, Squares, UnsizedSampler, fit_net
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+
+
+def out_of_order() -> DataLoader:
+    """Return a loader whose batches come as they are ready."""
+    return DataLoader(NoisyDataset(), batch_size=4, num_workers=2, in_order=False)
+
+
+def already_iterated() -> DataLoader:
+    """Return a loader that holds an iterator, whose workers are there already."""
+    loader = DataLoader(NoisyDataset(), batch_size=4, num_workers=2, persistent_workers=True)
+    iter(loader)
+    return loader
+
+
+def iterable() -> DataLoader:
+    """Return a loader of an iterable data set."""
+    return DataLoader(Squares(), batch_size=4)
+
+
+def unsized() -> DataLoader:
+    """Return a loader that does not know its length."""
+    return DataLoader(NoisyDataset(), batch_size=4, sampler=UnsizedSampler())
+
+
+each_loader = pytest.mark.parametrize(
+    ("make_loader", "reason"),
+    [
+        (out_of_order, "with in_order=False the order of its batches depends on the speed of its workers"),
+        (already_iterated, "it already holds an iterator of its own"),
+        (iterable, "its data set is iterable"),
+        (unsized, "its sampler has no length"),
+    ],
+)
+
+
+@each_loader
+def test_refused_with_the_reason(make_loader: Callable[[], DataLoader], reason: str, tmp_path: Path) -> None:
+    """A loader that can't be resumed exactly is refused before training, with its place, the reason and the remedy."""
+    trained = Steps()
+    with pytest.raises(NotExactError, match=rf"Loader train/0 can't be resumed exactly: {reason}.*strict=False"):
+        fit_net([FaultTolerance(), trained], tmp_path, train=make_loader(), max_epochs=1)
+    assert trained.count == 0
+
+
+@each_loader
+def test_trains_with_a_warning_if_not_strict(
+    make_loader: Callable[[], DataLoader], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``strict=False`` such a loader is trained with, and the same reason is a warning."""
+    trained = Steps()
+    with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
+        fit_net([FaultTolerance(strict=False), trained], tmp_path, train=make_loader(), max_epochs=1)
+    assert trained.count == 8
+    assert f"Loader train/0 can't be resumed exactly: {reason}" in caplog.text
+
+
+class Steps(KillAt):
+    """Counts the batches that were trained, and kills nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+
+    @property
+    def count(self) -> int:
+        return self._seen + 1
+
+
+def fit_with_hidden_state(callbacks: list[Any], directory: Path) -> Trainer:
+    """Fit with a sampler that gives another order each time it is started; leave what a resume said of it."""
+    trainer = fit_net(
+        callbacks, directory, train=DataLoader(NoisyDataset(), batch_size=4, sampler=CountingSampler(), num_workers=2)
+    )
+    for callback in callbacks:
+        if isinstance(callback, FaultTolerance) and callback.resume_report is not None:
+            (directory.parent.parent / "report.txt").write_text(str(callback.resume_report))
+    return trainer
+
+
+def test_sampler_with_a_hidden_state_is_refused_on_resume() -> None:
+    """A sampler that does not give the same indices again is found out when the run resumes."""
+    with pytest.raises(NotTheSame, match=r"NotExactError: .*CountingSampler gives other indices .* state of its own"):
+        assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options={"every_n_train_steps": 1})
+
+
+def test_sampler_with_a_hidden_state_goes_on_if_not_strict(tmp_path: Path) -> None:
+    """With ``strict=False`` the run goes on, with another order, and the report says so."""
+    options = {"every_n_train_steps": 1, "strict": False}
+    with pytest.raises(NotTheSame, match=r"Event \d+ of the interrupted run differs"):
+        assert_resumes_exactly(fit_with_hidden_state, [KillAt(11)], options=options, directory=tmp_path)
+    report = (tmp_path / "report.txt").read_text()
+    assert "NOT EXACTLY" in report
+    assert "CountingSampler gives other indices" in report

@@ -1,0 +1,77 @@
+"""A position says where a state was taken, and which of two is further on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.trainer.position import (
+    BOUNDARY,
+    FINISHED,
+    VALIDATION,
+    Position,
+    position_of,
+    progress_of,
+)
+from tests.runs import fit_net
+
+
+def at(where: str, **arguments: int) -> Position:
+    """Return a position in epoch 1 unless said otherwise."""
+    return Position(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
+
+
+@pytest.mark.parametrize("where", [BOUNDARY, VALIDATION, FINISHED, "on_train_batch_end"])
+def test_state_law(where: str) -> None:
+    """A position comes back from its plain values."""
+    position = at(where)
+    state = position.state_dict()
+    assert Position(**state) == position
+    assert all(type(value) in (str, int) for value in state.values())
+
+
+@pytest.mark.parametrize(
+    ("where", "exact", "text"),
+    [
+        (BOUNDARY, True, "before batch 3 of epoch 1"),
+        (VALIDATION, True, "at the validation run behind batch 3 of epoch 1"),
+        (FINISHED, True, "behind the end of the fit"),
+        ("on_train_batch_end", False, "in on_train_batch_end, batch 3 of epoch 1"),
+    ],
+)
+def test_place_in_words(where: str, exact: bool, text: str) -> None:
+    """Each place has its words; only those that are ours can be exact."""
+    assert str(at(where)) == text
+    assert at(where).can_be_exact is exact
+
+
+class Positions(Callback):
+    """Notes the position at the start and the end of each training batch, and what Lightning would save there."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int, int]] = []
+        self.progress: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        position = position_of(trainer, BOUNDARY)
+        self.found.append((position.epoch, position.batch, position.global_step))
+        self.progress.append(progress_of({"loops": {"fit_loop": trainer.fit_loop.state_dict()}}, None))
+
+
+def test_position_counts_consumed_batches(tmp_path: Path) -> None:
+    """Inside a batch it is not consumed yet; the progress counts it as begun, over epochs, and grows by one each."""
+    positions = Positions()
+    fit_net([positions], tmp_path, limit_train_batches=3, accumulate_grad_batches=2, limit_val_batches=0)
+    assert positions.found == [(0, 0, 0), (0, 1, 0), (0, 2, 1), (1, 0, 2), (1, 1, 2), (1, 2, 3)]
+    assert positions.progress == [1, 2, 3, 4, 5, 6]
+
+
+def test_finished_is_furthest_and_nothing_is_first() -> None:
+    """A finished fit is behind every batch; a checkpoint without loops, of other tools, is at the beginning."""
+    part = {"position": at(FINISHED).state_dict()}
+    assert progress_of({}, part) == float("inf")
+    assert progress_of({}, None) == 0
+    assert progress_of({}, {"position": at(BOUNDARY).state_dict()}) == 0

@@ -1,0 +1,55 @@
+"""The report says at one glance whether a resume was exact, and if not, why."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_faulttolerant import ResumeReport
+
+
+def make(**arguments: object) -> ResumeReport:
+    """Return a report of an exact resume, but for `arguments`."""
+    defaults = {
+        "path": "run/autosave-3.ckpt",
+        "position": "before batch 3 of epoch 1",
+        "epoch": 1,
+        "batch": 3,
+        "global_step": 11,
+        "exact": ("random generators", "loaders"),
+    }
+    return ResumeReport(**{**defaults, **arguments})
+
+
+def test_exact_resume_reads_as_one() -> None:
+    """Place, step, seconds, file and parts are there, and nothing that is not exact."""
+    report = make(seconds=0.125)
+    assert report.is_exact
+    assert str(report).splitlines() == [
+        "Resumed exactly before batch 3 of epoch 1, global step 11, in 0.12 s",
+        "  from      run/autosave-3.ckpt",
+        "  exact     random generators, loaders",
+    ]
+
+
+def test_each_reason_has_its_line() -> None:
+    """What is not exact turns the verdict, and each reason and note stands on a line of its own."""
+    report = make(not_exact=("metrics: gone", "loader: other"), notes=("threads: 4, then 8",))
+    assert not report.is_exact
+    lines = str(report).splitlines()
+    assert lines[0].startswith("Resumed NOT EXACTLY before batch 3")
+    assert lines[3:] == [
+        "  NOT EXACT metrics: gone",
+        "  NOT EXACT loader: other",
+        "  note      threads: 4, then 8",
+    ]
+
+
+def test_note_alone_is_no_blemish() -> None:
+    """Another machine is worth a note; the state is exact all the same."""
+    assert make(notes=("other CPU",)).is_exact
+
+
+def test_report_cant_be_changed() -> None:
+    """A report is a fact."""
+    with pytest.raises(AttributeError):
+        make().epoch = 2  # type: ignore[misc]
