@@ -87,6 +87,7 @@ class IndexSide:
         self._iterator: _IndexIterator | None = None
         self.record = IndexRecord()
         self.notes: list[str] = []
+        self.not_exact: list[str] = []
         self.strict = True
 
     def __getattr__(self, name: str) -> Any:
@@ -190,7 +191,7 @@ class IndexSide:
         if self.strict:
             raise NotExactError(message)
         _log.warning(message)
-        self.notes.append(message)
+        self.not_exact.append(message)
 
     def restore(self, moment: Moment) -> None:
         """Put the random states back to those of `moment`."""

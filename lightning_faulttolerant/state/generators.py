@@ -60,8 +60,8 @@ class HeldGenerators:
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
         """Put each generator back to its state.
 
-        An attribute that is ``None`` still, because its object makes the generator when first used, is set to a new
-        generator of the saved kind.
+        An attribute that is ``None`` still, or missing, because its object makes the generator when first used, is set
+        to a new generator of the saved kind.
 
         Returns:
             The paths of the state for which there is neither a generator nor an empty place.
@@ -86,9 +86,10 @@ class HeldGenerators:
         return value
 
     def _fill(self, name: str, blob: bytes) -> bool:
-        for path, value in _walk(self._roots, wanted=type(None)):
-            if path and path_name(path) == name and value is None:
-                return _assign(self._resolve(path[:-1]), path[-1], make_generator(blob))
+        owner_name, _, attribute = name.rpartition(".")
+        for path, owner in _walk(self._roots, wanted=object):
+            if path_name(path) == owner_name and getattr(owner, attribute, None) is None:
+                return _assign(owner, attribute, make_generator(blob))
         return False
 
 
@@ -235,9 +236,9 @@ def _step(value: Any, kind: str, key: Any) -> Any:
     return _cell(value.__closure__[key]) if kind == "cell" else value[key]
 
 
-def _assign(owner: Any, step: tuple[str, Any], generator: Any) -> bool:
-    kind, key = step
-    if kind == "attribute" and owner is not None:
-        setattr(owner, key, generator)
-        return True
-    return False
+def _assign(owner: Any, attribute: str, generator: Any) -> bool:
+    try:
+        setattr(owner, attribute, generator)
+    except (AttributeError, TypeError):  # a slot that is not there, a frozen object
+        return False
+    return True

@@ -205,6 +205,13 @@ def is_dataloader_iter(data_fetcher: Any) -> bool:
     return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
 
 
+def forget_unstarted_fetchers(trainer: Trainer) -> None:
+    """Let the teardown pass where an iterator could not be made: it asks for a length, and its error hides the reason."""
+    for loop in (trainer.fit_loop, validation_loop(trainer)):
+        if loop._combined_loader is not None and loop._combined_loader._iterator is None:
+            loop._data_fetcher = None
+
+
 def renew_iterator(trainer: Trainer) -> None:
     """Make the training loader's iterator anew, as at the beginning of an epoch, if there is one already."""
     if trainer.fit_loop._combined_loader is not None and trainer.fit_loop._data_fetcher is not None:

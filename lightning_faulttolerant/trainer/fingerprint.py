@@ -111,7 +111,7 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     if hasattr(dataset, "__len__"):
         found["length"] = len(dataset)
     if isinstance(dataset, Subset):
-        found["indices"] = _digest(torch.as_tensor(list(dataset.indices)))
+        found["indices"] = _digest_list([str(index) for index in dataset.indices])
     if isinstance(dataset, ConcatDataset):
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
@@ -131,11 +131,19 @@ def _is_array(value: Any) -> bool:
 
 
 def _digest(array: Any) -> str:
-    flat = torch.as_tensor(array).detach().reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLED_ELEMENTS)
-    sample = flat[::stride].cpu()
-    text = str(sample.tolist()).encode()
-    return f"{list(array.shape)} {array.dtype} crc {zlib.crc32(text):08x}"
+    # `flat` of NumPy's takes any array, read-only, reversed and of foreign byte order too, and copies the sample only.
+    flat = array.detach().reshape(-1) if isinstance(array, Tensor) else array.flat
+    stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
+    return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
+
+
+def _digest_list(values: list[str]) -> str:
+    stride = max(1, len(values) // _SAMPLED_ELEMENTS)
+    return f"[{len(values)}] crc {_crc(values[::stride])}"
+
+
+def _crc(sample: list[Any]) -> str:
+    return f"{zlib.crc32(str(sample).encode()):08x}"
 
 
 def _plain(value: Any) -> Any:

@@ -113,6 +113,7 @@ class Session:
                 rank_zero_info(f"\n{exception.reason}. Run the same command again to go on {self._last_saved()}.")
         finally:
             self._loaders.close_workers()
+            compat.forget_unstarted_fetchers(self._trainer)
             self.close()
 
     def close(self) -> None:

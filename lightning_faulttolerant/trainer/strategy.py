@@ -71,6 +71,7 @@ class Loaders:
             return loader
         tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
         tracker.index_side.strict = self._strict
+        tracker.index_side.not_exact = self.not_exact
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader)
         tracked = tracker.copy_of(loader)

@@ -1,0 +1,303 @@
+"""The law for what a model does: accumulation, manual optimization, metrics, logging, validation, flags, callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.aggregation import CatMetric
+
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.runs import Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
+
+
+@each_cut
+def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
+    """Masks, running statistics, moments and learning rates go on."""
+    assert_goes_on(cut)
+
+
+# Accumulation and manual optimization.
+
+
+@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (3, (0, 3)), (7, (0, 7)), (9, (1, 1)), (12, (1, 4))])
+def test_accumulation(kill: int, goes_on_at: tuple[int, int]) -> None:
+    """Killed within a window of 3 batches, at its end, or in the short one at the epoch's end, gradients go on."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, directory, accumulate_grad_batches=3, gradient_clip_val=0.1)
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options={"overhead_budget": 1.0})
+    assert (cost.epoch, cost.batch, cost.num_batches_twice) == (*goes_on_at, 1)
+
+
+class TwoOptimizers(LightningModule):
+    """Steps one optimizer after each batch, the other after every third, whose gradients live on in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3))
+        self.second = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        loss = self.second(self.first(batch)).square().mean()
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        if batch_idx % 3 == 2:
+            self.clip_gradients(second, gradient_clip_val=0.5)
+            second.step()
+            second.zero_grad()
+        self.lr_schedulers().step()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.second(self.first(batch)).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.first.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.second.parameters(), lr=0.01, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.ExponentialLR(first, 0.9)]
+
+
+@pytest.mark.parametrize(("kill", "goes_on_at"), [(4, (0, 4)), (13, (1, 5))])
+def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
+    """Two optimizers that are stepped by hand go on, with gradients kept across batches."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, directory, module=TwoOptimizers())
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options={"overhead_budget": 1.0})
+    assert (cost.epoch, cost.batch) == goes_on_at
+
+
+# Metrics and logging.
+
+
+class MetricNet(Net):
+    """One metric is logged, one with a list state is only updated; its own epoch hook logs what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.metrics = nn.ModuleDict({"seen": CatMetric()})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach(), weight=batch_idx + 1)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.metrics["seen"].update(batch.mean())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        seen = self.metrics["seen"].compute()
+        self.log_dict({"num_seen": float(len(seen)), "deviation": seen.std()})
+        self.metrics["seen"].reset()
+
+
+@each_cut
+def test_metrics(cut: Cut) -> None:
+    """Metrics hold at the end of the epoch what they saw before and behind the cut."""
+    assert_goes_on(cut, module=MetricNet)
+
+
+class LoggingNet(Net):
+    """Logs with every reduction, per step, per epoch and both; also from a hook."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for reduce in ("mean", "sum", "min", "max"):
+            value = batch.mean() * (batch_idx + 1)
+            self.log(f"{reduce}_step", value, on_step=True, on_epoch=False, reduce_fx=reduce)
+            self.log(f"{reduce}_epoch", value, on_step=False, on_epoch=True, reduce_fx=reduce)
+            self.log(f"{reduce}_both", value, on_step=True, on_epoch=True, reduce_fx=reduce, batch_size=batch_idx + 1)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("from_a_hook", float(batch_idx), on_step=False, on_epoch=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layers(batch).square().mean(), on_step=True, on_epoch=True)
+        self.log("val_max", batch.max(), reduce_fx="max")
+
+
+@each_cut
+def test_logging(cut: Cut) -> None:
+    """Sums, means and extremes over the epoch are those of the whole epoch."""
+    assert_goes_on(cut, module=LoggingNet)
+
+
+@each_cut
+def test_logging_at_every_third_step(cut: Cut) -> None:
+    """Loggers get values at the steps at which they would have got them."""
+    assert_goes_on(cut, module=LoggingNet, log_every_n_steps=3)
+
+
+# Validation.
+
+
+class TwoValidations(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val_loss", self.layers(batch).square().mean(), on_step=True, on_epoch=True)
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
+@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (6, (0, 6)), (8, (1, 0)), (13, (1, 5))])
+def test_two_validation_loaders_twice_an_epoch(kill: int, goes_on_at: tuple[int, int]) -> None:
+    """With validation in the middle of the epoch, each validation runs once on each of its two loaders."""
+    assert_goes_on(
+        Cut(kill=kill, every=1, goes_on_at=goes_on_at),
+        validation=lambda: [
+            DataLoader(NoisyDataset(8), batch_size=4),
+            DataLoader(NoisyDataset(12), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
+        ],
+        module=TwoValidations,
+        val_check_interval=0.5,
+    )
+
+
+@pytest.mark.parametrize("kill", [3, 7])
+def test_killed_in_validation(kill: int) -> None:
+    """A run that is killed inside a validation run does that validation whole, from its start."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, directory, val_check_interval=0.5, module=LoggingNet())
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(kill, hook="validation")], options={"every_n_train_steps": 1})
+    assert (cost.epoch, cost.batch) == (0, kill)
+
+
+def test_validation_every_second_epoch_and_none_at_the_start() -> None:
+    """Epochs without validation, and no sanity check, change nothing."""
+    assert_goes_on(
+        Cut(kill=11, every=1, goes_on_at=(1, 3)),
+        check_val_every_n_epoch=2,
+        num_sanity_val_steps=0,
+        max_epochs=4,
+    )
+
+
+# What no state_dict holds.
+
+
+class BufferNet(Net):
+    """Its loss depends on a buffer that training changes and that is in no ``state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.shift.mul_(0.9).add_(batch.mean())
+        return super().training_step(batch + self.shift, batch_idx)
+
+
+@each_cut
+def test_buffers_outside_the_state_dict(cut: Cut) -> None:
+    """A buffer that is not persistent goes on."""
+    assert_goes_on(cut, module=BufferNet)
+
+
+class FreezingNet(Net):
+    """Freezes its first layer and puts its batch norm into evaluation mode after two batches, for good."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self.layers[0].requires_grad_(False)
+            self.layers[1].eval()
+
+
+@each_cut
+def test_frozen_parameters_and_modules_in_evaluation_mode(cut: Cut) -> None:
+    """Parameters that were frozen and modules that were put into evaluation mode in training stay so."""
+    assert_goes_on(cut, module=FreezingNet)
+
+
+class Counter(Callback):
+    """Counts batches in its state, and the count changes the training."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.count += 1
+        with torch.no_grad():
+            next(pl_module.parameters()).add_(0.01 * self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+@each_cut
+def test_callback_with_a_state(cut: Cut) -> None:
+    """A callback with a ``state_dict`` goes on from it."""
+    assert_goes_on(cut, users=lambda: [Counter()])
+
+
+class EpochSchedulerNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@each_cut
+def test_scheduler_per_epoch(cut: Cut) -> None:
+    """A scheduler that steps once an epoch steps once an epoch."""
+    assert_goes_on(cut, module=EpochSchedulerNet, max_epochs=3)
+
+
+class PlateauNet(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+@each_cut
+def test_scheduler_on_a_plateau(cut: Cut) -> None:
+    """A scheduler that looks at a validation result steps as often, on the same values."""
+    assert_goes_on(cut, module=PlateauNet, max_epochs=3)
+
+
+class StopsAt(Callback):
+    """Asks the trainer to stop at a batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("kill", [5, 9])
+def test_stop_that_waits_for_min_epochs(kill: int) -> None:
+    """A stop that was asked for before the cut and waits for ``min_epochs`` ends the run where it would have."""
+    assert_goes_on(
+        Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)),
+        users=lambda: [StopsAt()],
+        min_epochs=2,
+        max_epochs=4,
+    )
+
+
+@each_cut
+def test_early_stopping(cut: Cut) -> None:
+    """EarlyStopping, waiting for ``min_epochs``, ends the run after the same epoch."""
+    assert_goes_on(
+        cut,
+        users=lambda: [EarlyStopping("val_loss", patience=1, min_delta=100.0)],
+        min_epochs=3,
+        max_epochs=6,
+    )

@@ -1,0 +1,94 @@
+"""The environment variable adds the callback to every Trainer, or switches it off; nothing else than what it says."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.environment import VARIABLE, is_switched_off, read_switch
+from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.runs import fit_net, make_trainer
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [(None, "unset"), ("", "unset"), ("1", "on"), ("automatic", "on"), ("AUTOMATIC", "on"), ("0", "off")],
+)
+def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 and automatic switch on, 0 off; unset and empty leave it to the script."""
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    assert read_switch() == meaning
+    assert is_switched_off() is (meaning == "off")
+    assert len(callbacks_from_environment()) == (meaning == "on")
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "true", " 1", "off"])
+def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that means nothing is an error that shows it and names the good ones, never a silent off."""
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, 0 .* or unset, got '{value}'"):
+        read_switch()
+
+
+def test_manual_is_told_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one value of Lightning 1.5's that is not there yet is named as such."""
+    monkeypatch.setenv(VARIABLE, "manual")
+    with pytest.raises(ValueError, match="manual is not available yet"):
+        read_switch()
+
+
+def test_entry_point_is_installed() -> None:
+    """The installed package offers its callback in Lightning's group, under the package's name."""
+    [found] = [e for e in entry_points(group="lightning.pytorch.callbacks_factory") if "faulttolerant" in e.name]
+    assert found.load() is callbacks_from_environment
+
+
+def ours(trainer: Trainer) -> list[FaultTolerance]:
+    """Return the callbacks of ours that a trainer has."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
+
+
+def test_callback_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the variable a Trainer gets the callback, without a change to the script; without it, none."""
+    assert ours(make_trainer([], tmp_path)) == []
+    monkeypatch.setenv(VARIABLE, "1")
+    [callback] = ours(make_trainer([], tmp_path))
+    assert callback.is_from_environment
+
+
+def fitted(callbacks: list[FaultTolerance], directory: Path) -> list[Path]:
+    """Fit for a batch and return the directories of the runs that saved meanwhile."""
+    found: list[Path] = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer: object, *_: object) -> None:
+            found.extend(path.parent.parent for path in directory.rglob("autosave-*.ckpt"))
+
+    fit_net([*callbacks, Looking()], directory, limit_train_batches=1, limit_val_batches=0, max_epochs=1)
+    return sorted(set(found))
+
+
+def test_only_one_of_two_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Added by the script and by the environment, the script's acts, with its arguments, and the other does nothing."""
+    monkeypatch.setenv(VARIABLE, "1")
+    callback = FaultTolerance(tmp_path / "own", run_id="switch-both")
+    assert fitted([callback], tmp_path) == [tmp_path / "own" / "switch-both"]
+
+
+def test_the_environments_acts_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Added by the environment only, it acts, in the default directory, under the run id of the environment."""
+    monkeypatch.setenv(VARIABLE, "automatic")
+    monkeypatch.setenv("PL_FAULT_TOLERANT_RUN_ID", "switch-env")
+    assert fitted([], tmp_path) == [tmp_path / "fault_tolerance" / "switch-env"]
+
+
+def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With 0 the callback does nothing, also where the script has added it: no file, no directory."""
+    monkeypatch.setenv(VARIABLE, "0")
+    assert fitted([FaultTolerance(tmp_path / "own", run_id="switch-off")], tmp_path) == []
+    assert not (tmp_path / "own").exists()
