@@ -100,7 +100,9 @@ def assert_resumes_exactly(
             raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
         transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)
         if transparent.exit_code != 0:
-            raise NotTheSame(f"With the callback it ended with exit code {transparent.exit_code}.\n{transparent.output}")
+            raise NotTheSame(
+                f"With the callback it ended with exit code {transparent.exit_code}.\n{transparent.output}"
+            )
         _compare(reference.events, transparent.events, "the uninterrupted run with the callback")
         interrupted = _Interrupted(runs, reference.events, may_begin_anew=may_begin_anew, without=without)
         for fault in faults:

@@ -25,9 +25,20 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 
-_SLACK_BYTES = 24_576  # for generators that a data set makes only when it is first used
+_SLACK_BYTES = 65_536  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
+
+
+def needs_no_position(loader: object) -> bool:
+    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
+
+    So it is where every run begins anew, in this process or in workers made for it.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    keeps_workers = loader.persistent_workers or getattr(loader, "_iterator", None) is not None
+    return not keeps_workers and getattr(loader, "in_order", True)
 
 
 def why_not_exact(loader: object) -> str | None:
@@ -175,6 +186,7 @@ class TrackedLoader:
         slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
         self._ring = WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
         self._worker_side.ring = self._ring
+        self._worker_side.strict = self.index_side.strict
         self._worker_side.resume_from = self._resumed_states = states
         self._fetched_before = [0] * self.num_workers
 

@@ -6,6 +6,7 @@ after each of the last batches, from which the main process picks the one that b
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -15,9 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
 
 WorkerState = dict[str, dict[str, bytes]]
 
@@ -46,6 +50,7 @@ class WorkerSide:
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
         self.ring: WorkerRing | None = None
         self.resume_from: Sequence[WorkerState] | None = None
+        self.strict = True
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
@@ -60,8 +65,20 @@ class WorkerSide:
             self._init_fn(worker_id)
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
-            _load_worker_state(self.resume_from[worker_id], self._held)
+            self._resume(self.resume_from[worker_id], self._held)
         self._leave_state()
+
+    def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
+        missing = _load_worker_state(state, held)
+        if not missing:
+            return
+        message = (
+            f"Worker {self._worker} has no generator to restore the state of {', '.join(missing)} into. What is drawn"
+            " from it would differ from the uninterrupted run. Let its object make it before it is first used."
+        )
+        if self.strict:
+            raise NotExactError(message)
+        _log.warning(message)
 
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
@@ -112,10 +129,11 @@ def _pack(held: HeldGenerators) -> bytes:
     return pickle.dumps({"rng": rng_state(), "held": held.state_dict()}, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _load_worker_state(state: WorkerState, held: HeldGenerators) -> None:
-    held.load_state_dict(state["held"])
+def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:
+    missing = held.load_state_dict(state["held"])
     # What a worker draws from on its own device is its own affair; the main process's devices are not its to set.
     set_rng_state({name: blob for name, blob in state["rng"].items() if ":" not in name or _has_device(name)})
+    return missing
 
 
 def _has_device(name: str) -> bool:

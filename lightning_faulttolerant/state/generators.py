@@ -2,7 +2,7 @@
 
 Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``). No
 property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures and bound
-methods hold is looked at.
+methods hold is looked at, and no container of more than 10,000 items.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pyt
 # What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader")
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
-_MAX_VISITED = 1_000_000
+# Nobody keeps generators among so many items; walking them would take seconds at each autosave.
+_MAX_ITEMS = 10_000
+_MAX_VISITED = 200_000
 
 Path = tuple[tuple[str, Any], ...]
 
@@ -87,10 +89,11 @@ class HeldGenerators:
 
     def _fill(self, name: str, blob: bytes) -> bool:
         owner_name, _, attribute = name.rpartition(".")
-        for path, owner in _walk(self._roots, wanted=object):
-            if path_name(path) == owner_name and getattr(owner, attribute, None) is None:
-                return _assign(owner, attribute, make_generator(blob))
-        return False
+        owners = (value for path, value in _walk(self._roots) if path_name(path) == owner_name)
+        owner = next(owners, None)
+        if owner is None or not attribute.isidentifier() or dict(_attributes(owner)).get(attribute) is not None:
+            return False
+        return _assign(owner, attribute, make_generator(blob))
 
 
 def path_name(path: Path) -> str:
@@ -169,26 +172,25 @@ def _find(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     return ((path, value) for path, value in _walk(roots) if is_generator(value))
 
 
-def _walk(roots: Mapping[str, Any], wanted: type | None = None) -> Iterator[tuple[Path, Any]]:
+def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     visited: set[int] = set()
     stack: list[tuple[Path, Any]] = [((("item", name),), root) for name, root in reversed(list(roots.items()))]
     while stack:
         path, value = stack.pop()
-        if wanted is not None and isinstance(value, wanted):
-            yield path, value
         if isinstance(value, _PRIMITIVES) or id(value) in visited:
             continue
         if len(visited) >= _MAX_VISITED:
             _log.warning("Gave up looking for generators behind %s objects, at %s.", _MAX_VISITED, path_name(path))
             return
         visited.add(id(value))
-        if is_generator(value):
-            yield path, value
-        else:
+        yield path, value
+        if not is_generator(value):
             stack.extend(reversed([((*path, step), child) for step, child in _children(value)]))
 
 
 def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    if isinstance(value, (dict, list, tuple)) and len(value) > _MAX_ITEMS:
+        return
     if isinstance(value, dict):
         yield from ((("item", key), child) for key, child in value.items())
     elif isinstance(value, (list, tuple)):
@@ -199,7 +201,8 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         yield ("attribute", "__self__"), value.__self__
     elif isinstance(value, types.FunctionType):
         yield from ((("cell", i), _cell(cell)) for i, cell in enumerate(value.__closure__ or ()))
-        yield from ((("attribute", name), getattr(value, name)) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
+        held = ("__defaults__", "__kwdefaults__", "__dict__")
+        yield from ((("attribute", name), getattr(value, name)) for name in held)
     elif isinstance(value, types.BuiltinMethodType):
         yield ("attribute", "__self__"), value.__self__
     elif _is_walked(type(value)):

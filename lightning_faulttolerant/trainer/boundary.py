@@ -6,6 +6,7 @@ import time
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
@@ -75,10 +76,10 @@ class Boundary:
 
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
-        if self._stop.requested is None or self.capture is None or not self.capture.is_current(self._trainer):
+        if self._stop.requested is None or not self.has_current_capture():
             return
         signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is not None:
+        if signum is not None and self.capture is not None:
             self._stop.begin_save()
             try:
                 self._autosaver.save_capture(self.capture)
@@ -94,11 +95,19 @@ class Boundary:
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
-        capture = self.capture
-        if capture is None or capture.position == self._autosaver.saved or not capture.is_current(self._trainer):
+        if self.capture is None or self.capture.position == self._autosaver.saved or not self.has_current_capture():
             return False
-        self._autosaver.save_capture(capture)
+        self._autosaver.save_capture(self.capture)
         return True
+
+    def has_current_capture(self) -> bool:
+        """Return whether there is a capture that may be saved.
+
+        None is where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
+        """
+        if self.capture is None or compat.overrides_save_hook(self._trainer):
+            return False
+        return self.capture.is_current(self._trainer)
 
     def _is_waiting_for_workers(self) -> bool:
         # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.

@@ -78,6 +78,7 @@ class RunState:
             {
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
+                "loaders": loaders.untracked,
                 "callbacks": list(compat.callbacks(trainer)),
             }
         )

@@ -206,7 +206,7 @@ def is_dataloader_iter(data_fetcher: Any) -> bool:
 
 
 def forget_unstarted_fetchers(trainer: Trainer) -> None:
-    """Let the teardown pass where an iterator could not be made: it asks for a length, and its error hides the reason."""
+    """Let the teardown pass where an iterator could not be made: its error would hide the reason."""
     for loop in (trainer.fit_loop, validation_loop(trainer)):
         if loop._combined_loader is not None and loop._combined_loader._iterator is None:
             loop._data_fetcher = None

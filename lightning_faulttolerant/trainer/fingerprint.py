@@ -5,6 +5,7 @@ Taken before training, without a call into the data set: it draws nothing and re
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,7 @@ def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "num_workers": loader.num_workers,
+        "persistent_workers": loader.persistent_workers,
         "sampler": _sampler_name(loader),
         "dataset": _dataset(loader.dataset),
     }
@@ -108,7 +110,7 @@ def _sampler_name(loader: DataLoader[Any]) -> str:
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(dataset).__qualname__}
-    if hasattr(dataset, "__len__"):
+    with contextlib.suppress(TypeError, NotImplementedError):
         found["length"] = len(dataset)
     if isinstance(dataset, Subset):
         found["indices"] = _digest_list([str(index) for index in dataset.indices])

@@ -83,9 +83,17 @@ class Run:
             _remove_if_empty(self.directory)
 
     def remove(self) -> None:
-        """Remove all autosaves of this run."""
-        for directory in sorted(self.directory.glob("fit-*")):
+        """Remove all autosaves of this run, the last fit's first.
+
+        A process that is killed meanwhile leaves the first fits finished, and trains the later ones again from there.
+        """
+        for directory in sorted(self.directory.glob("fit-*"), key=_number, reverse=True):
             AutosaveSeries(directory, keep_last=1).remove_all()
+
+
+def _number(directory: Path) -> int:
+    number = directory.name.removeprefix("fit-")
+    return int(number) if number.isdecimal() else 0
 
 
 _runs: dict[Path, Run] = {}

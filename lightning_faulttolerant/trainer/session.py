@@ -12,14 +12,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_faulttolerant.errors import NotExactError, TrainingStopped
+from lightning_faulttolerant.errors import CheckpointError, NotExactError, TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.choice import Choice, choose
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
-from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
@@ -45,8 +45,8 @@ class Session:
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self._trainer = trainer
         self._options = options
-        dirpath = options.dirpath or Path(trainer.default_root_dir) / "fault_tolerance"
-        self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
+        self._run: Run = _open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.next_fit(keep_last=options.keep_last)
         self._loaders = Loaders(trainer, strict=options.strict)
         self._fingerprint = Fingerprint(trainer)
@@ -136,9 +136,6 @@ class Session:
         assert self._boundary is not None
         assert self.autosaver is not None
         name = type(exception).__name__
-        if compat.overrides_save_hook(self._trainer):
-            rank_zero_info(f"{name}: the last autosave stays, since on_save_checkpoint is overridden.")
-            return
         try:
             saved = self._boundary.save_interrupted()
         except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
@@ -328,3 +325,13 @@ class Session:
             original()
 
         return before_fetch
+
+
+def _open_run(dirpath: Path, run_id: str) -> Run:
+    try:
+        return open_run(dirpath, run_id)
+    except OSError as error:
+        raise CheckpointError(
+            f"The autosaves of this run can't be written to {dirpath / run_id}: {error}. Nothing could be resumed."
+            " Pass FaultTolerance(dirpath=...) a directory that can be written."
+        ) from error

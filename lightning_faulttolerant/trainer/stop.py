@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _STUCK_FETCH_SECONDS = 1.0
+_FETCH = "waited for a batch from a worker"
+_GRACE = "could not reach the next batch within its grace period"
 # What is left of the grace period for a save and for the end of the process.
 _RESERVED_SHARE = 0.2
 
@@ -47,7 +49,7 @@ class StopSignals:
         self._grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._installed = threading.Event()
-        self._must_raise = False
+        self._must_raise: str | None = None
         self._main_thread = threading.main_thread().ident
         self.requested: int | None = None
         self._requested_at = 0.0
@@ -84,10 +86,12 @@ class StopSignals:
         self._saving = False
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._must_raise:
-            self._must_raise = False
+        if self._must_raise is not None:
+            because, self._must_raise = self._must_raise, None
+            if because == _FETCH and self.fetch_began is None:  # it came after all: the next boundary is near
+                return
             self.broke_fetch = self.fetch_began is not None
-            raise stopped_by(self.requested or signum, "while it could not reach the next batch")
+            raise stopped_by(self.requested or signum, f"while it {because}")
         if self.requested is not None:
             if signum == signal.SIGINT:
                 raise stopped_by(signum, "at once, at the second signal")
@@ -102,18 +106,18 @@ class StopSignals:
         while self._installed.is_set():
             time.sleep(_POLL_SECONDS)
             requested = self.requested
-            if requested is not None and not self._saving and self._is_stuck() and self._installed.is_set():
-                self._must_raise = True
+            because = None if requested is None or self._saving else self._why_stuck()
+            if requested is not None and because is not None and self._installed.is_set():
+                self._must_raise = because
                 signal.pthread_kill(self._main_thread or 0, requested)
                 self._requested_at = time.monotonic()  # not again before the next time-out
 
-    def _is_stuck(self) -> bool:
+    def _why_stuck(self) -> str | None:
         now = time.monotonic()
-        if now - self._requested_at > self._grace_seconds * (1 - _RESERVED_SHARE):
-            return True
         fetch_began = self.fetch_began
-        waits_since = None if fetch_began is None else max(fetch_began, self._requested_at)
-        return waits_since is not None and now - waits_since > _STUCK_FETCH_SECONDS
+        if fetch_began is not None and now - max(fetch_began, self._requested_at) > _STUCK_FETCH_SECONDS:
+            return _FETCH
+        return _GRACE if now - self._requested_at > self._grace_seconds * (1 - _RESERVED_SHARE) else None
 
 
 class Agreement(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.tracked import TrackedLoader, why_not_exact
+from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
 
@@ -36,6 +36,8 @@ class Loaders:
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.trackers: dict[str, TrackedLoader] = {}
         self.fingerprints: dict[str, Any] = {}
+        self.untracked: dict[str, Any] = {}
+        """Loaders that run as they are; what their objects hold is part of the state all the same."""
         self.not_exact: list[str] = []
 
     def begin(self, stage: str) -> None:
@@ -67,7 +69,9 @@ class Loaders:
         if reason is None and stage == TRAIN and index:
             reason = "it is one of several training loaders, which are not supported yet"
         if reason is not None:
-            self._refuse(place, reason)
+            self.untracked[place] = loader
+            if stage == TRAIN or not needs_no_position(loader):
+                self._refuse(place, reason)
             return loader
         tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
         tracker.index_side.strict = self._strict
@@ -144,4 +148,5 @@ class Loaders:
         for combined in compat.combined_loaders(self._trainer):
             combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
         self.trackers.clear()
+        self.untracked.clear()
         self._originals.clear()

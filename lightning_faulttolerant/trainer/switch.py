@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.environment import read_switch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
+
+
+def refuse_pytorch_lightning() -> list[Callback]:
+    """Say to a Trainer of the ``pytorch_lightning`` package that it is not served, if the environment asks for it.
+
+    Raises:
+        UnsupportedTrainerError: If it does.
+    """
+    if read_switch() == "on":
+        raise UnsupportedTrainerError(
+            "PL_FAULT_TOLERANT_TRAINING asks for fault tolerance, but this Trainer comes from the pytorch_lightning"
+            " package, which has classes of its own: nothing would be saved. Use `import lightning.pytorch as pl` in"
+            " place of `import pytorch_lightning as pl`."
+        )
+    return []
 
 
 def callbacks_from_environment() -> list[Callback]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
@@ -214,7 +215,7 @@ def test_report_says_what_was_restored(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")
 def test_checkpoint_of_somebody_else_that_cannot_be_exact(tmp_path: Path) -> None:
-    """A checkpoint saved inside a hook says where; strict refuses to resume from it, strict=False says what that means."""
+    """A checkpoint saved inside a hook says where; strict refuses it, strict=False says what resuming means."""
 
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -291,3 +292,29 @@ def test_process_is_gone_in_time(num_workers: int, tmp_path: Path) -> None:
     assert ended.exit_code == 143
     assert "Stopped by SIGTERM before batch" in ended.output
     assert "Run the same command again to go on before batch" in ended.output
+
+
+class Stream(IterableDataset[Any]):
+    """Rows with noise, to be iterated only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (NoisyDataset(8)[index] for index in range(8))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_any_validation_data_that_is_run_whole(num_workers: int) -> None:
+    """A validation loader that can't be followed is no obstacle where each of its runs begins anew."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        validation = DataLoader(Stream(), batch_size=4, num_workers=num_workers)
+        return fit_net(callbacks, directory, validation=validation, val_check_interval=4)
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(5)], options={"every_n_train_steps": 1})
+    assert cost.batch == 5
+
+
+def test_remote_default_root_dir_asks_for_a_local_dirpath(tmp_path: Path) -> None:
+    """A remote directory is refused by name rather than taken for a local one."""
+    with pytest.raises(ValueError, match="memory://"):
+        fit_net([FaultTolerance()], "memory://somewhere")

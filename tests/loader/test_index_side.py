@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.index_side import IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide, Moment, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state
 from tests.loader.loops import safe, seed
@@ -99,8 +99,6 @@ def test_every_position_resumes(sampler: str, num_ahead: int) -> None:
 
 
 def _put(rng: Any, held: Any, side: IndexSide) -> None:
-    from lightning_faulttolerant.loader.index_side import Moment  # noqa: PLC0415, RUF100
-
     side.restore(Moment(rng=rng, held=held, sampler_epochs=[]))
 
 
@@ -175,8 +173,8 @@ def test_sampler_with_a_state_of_its_own_is_noted_without_strict(caplog: pytest.
     first = [next(iterator) for _ in range(2)]
     with caplog.at_level(logging.WARNING):
         again, resumed = resume(Counting(), safe(record_state(side.record)), 1, strict=False)
-    assert len(again.notes) == 1
-    assert again.notes[0] in caplog.messages
+    assert len(again.not_exact) == 1
+    assert again.not_exact[0] in caplog.messages
     assert next(resumed) == first[1]
 
 

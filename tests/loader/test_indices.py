@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -74,8 +75,6 @@ def test_other_types_are_refused() -> None:
 
 def test_subclass_is_not_flattened_to_its_base() -> None:
     """A named tuple would come back as something else: it is refused rather than changed."""
-    from collections import namedtuple  # noqa: PLC0415, RUF100
-
-    pair = namedtuple("pair", ["a", "b"])  # noqa: PYI024, RUF100
+    pair = namedtuple("pair", ["a", "b"])
     with pytest.raises(NotExactError, match="type pair"):
         pack_indices([[pair(1, 2)]])

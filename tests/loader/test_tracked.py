@@ -1,10 +1,11 @@
-"""The law of the loader, in a plain loop: wherever it is cut, the rest of the run is the rest of the uninterrupted one."""
+"""The law of the loader, in a plain loop: wherever it is cut, what follows is what the uninterrupted run does there."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torch.utils.data import (
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader, why_not_exact
-from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import Drawing, behind, full_state, listed, loop, safe, seed, tracked_loop
 
 # Three workers on a machine with two cores, which is what a small test machine has.
@@ -115,9 +116,7 @@ SAMPLERS: dict[str, Callable[[Dataset[Any], int], dict[str, Any]]] = {
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(length=st.integers(2, 12), batch_size=st.integers(1, 5), number=st.integers(0, 1000), place=st.floats(0, 1))
-def test_every_sampler_resumes_exactly(
-    sampler: str, length: int, batch_size: int, number: int, place: float
-) -> None:
+def test_every_sampler_resumes_exactly(sampler: str, length: int, batch_size: int, number: int, place: float) -> None:
     """Any sampler of torch's, any length and batch size, any cut: the rest is that of the uninterrupted run."""
 
     def make() -> DataLoader[Any]:
@@ -177,8 +176,6 @@ def test_resumes_between_two_epochs(workers: str) -> None:
 
 
 def _loop_from_epoch_1(tracker: TrackedLoader, tracked: DataLoader[Any], state: dict[str, Any]) -> list[Any]:
-    from lightning_faulttolerant.state.rng import set_rng_state  # noqa: PLC0415, RUF100
-
     set_rng_state(state["rng"])
     tracker.held.load_state_dict(state["held"])
     return [(epoch + 1, *event) for epoch in range(2) for _, *event in loop(tracked, num_epochs=1)]
@@ -400,8 +397,6 @@ class Swelling(Dataset[int]):
         return 4
 
     def __getitem__(self, index: int) -> int:
-        import random  # noqa: PLC0415, RUF100
-
         self.generators += [random.Random(i) for i in range(20)]
         return index
 
@@ -457,7 +452,7 @@ def test_copy_that_is_gone_takes_its_workers_along() -> None:
     finally:
         gc.enable()
     with pytest.raises(ReferenceError, match="gone"):
-        tracker.loader  # noqa: B018, RUF100 - it raises
+        tracker.loader  # noqa: B018 - it raises
 
 
 # Workers that don't come back by themselves, and signals that reach them.

@@ -58,13 +58,13 @@ class SlottedChild(Slotted):
 
 
 class SlottedByName:
-    __slots__ = "rng"  # noqa: PLC0205, RUF100 - one name without a tuple is allowed
+    __slots__ = "rng"  # one name without a tuple is allowed
 
     def __init__(self, rng: Any) -> None:
         self.rng = rng
 
 
-class Callable_:  # noqa: N801 - not typing's
+class Transform:
     def __init__(self, rng: Any) -> None:
         self.rng = rng
 
@@ -136,15 +136,15 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "dict with a number as key": lambda g: {3: g},
     "list": lambda g: [1, "text", None, g],
     "tuple": lambda g: (1.5, (g,)),
-    "list of callables": lambda g: Holder(transforms=[Callable_(None), Callable_(g)]),
+    "list of callables": lambda g: Holder(transforms=[Transform(None), Transform(g)]),
     "argument of a partial": lambda g: functools.partial(max, g),
     "keyword of a partial": lambda g: functools.partial(max, key=g),
-    "function of a partial": lambda g: functools.partial(Callable_(g)),
+    "function of a partial": lambda g: functools.partial(Transform(g)),
     "closure": closure_over,
     "default of an argument": with_default,
     "default of a keyword argument": with_keyword_default,
     "attribute of a function": with_attribute,
-    "bound method": lambda g: Callable_(g).transform,
+    "bound method": lambda g: Transform(g).transform,
     "child of a module": lambda g: nn.Sequential(nn.Linear(1, 1), nn.Sequential(Augment(g))),
     "ModuleList": lambda g: nn.ModuleList([Augment(g)]),
     "ModuleDict": lambda g: nn.ModuleDict({"augment": Augment(g)}),

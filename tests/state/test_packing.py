@@ -32,7 +32,7 @@ def assert_same_state(one: object, other: object) -> None:
 
 @given(seed=seeds, num_words=st.integers(0, 700), num_gaussians=st.integers(0, 3))
 def test_random_state_comes_back_with_its_cached_gaussian(seed: int, num_words: int, num_gaussians: int) -> None:
-    """Whatever Python's generator has drawn, the unpacked state is the one that was packed, cached Gaussian included."""
+    """Whatever Python's generator has drawn, the unpacked state is the packed one, cached Gaussian included."""
     generator = random.Random(seed)
     generator.getrandbits(32 * num_words + 1)
     for _ in range(num_gaussians):

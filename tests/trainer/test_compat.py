@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.compat import SEAMS, Patches
@@ -55,6 +55,7 @@ OTHER_NAMES = {
     "_restarting": "trainer.fit_loop",
     "_loaded_from_state_dict": "trainer.fit_loop",
     "_should_accumulate": "trainer.fit_loop.epoch_loop",
+    "_iterator": "trainer.fit_loop._combined_loader",
 }
 
 
@@ -93,8 +94,6 @@ ELSEWHERE = {
 
 def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
     """Names on logged values, finders, ModelCheckpoint and the module exist in the installed Lightning."""
-    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder  # noqa: PLC0415, RUF100
-
     items = [item for found in compat.result_collections(trainer).values() for item in found.values()]
     assert items
     for name in ("_forward_cache", "_update_count", "_computed", "has_reset", "update_count", "is_tensor"):

@@ -95,7 +95,7 @@ LOADERS: dict[str, tuple[DataLoader[Any], DataLoader[Any], str]] = {
     "batch size": (loader(), loader(batch_size=4), "batch_size: 2 when it was saved, 4 now"),
     "last batch": (loader(), loader(drop_last=True), "drop_last: False when it was saved, True now"),
     "workers": (loader(), loader(num_workers=1), "num_workers: 0 when it was saved, 1 now"),
-    "shuffling": (loader(), loader(shuffle=True), "over SequentialSampler' when it was saved, 'BatchSampler over Random"),
+    "shuffling": (loader(), loader(shuffle=True), "SequentialSampler' when it was saved, 'BatchSampler over Random"),
     "sampler": (loader(BASE, sampler=SequentialSampler(BASE)), loader(BASE, sampler=Own(BASE)), "over Own' now"),
     "no batching": (loader(), loader(batch_size=None), "'no batching over SequentialSampler' now"),
     "length": (loader(), loader(Rows(ones(9, 2))), "dataset.length: 8 when it was saved, 9 now"),

@@ -61,7 +61,7 @@ def test_variable_names_the_run() -> None:
     assert default_run_id(["train.py", "--x"], {"PL_FAULT_TOLERANT_RUN_ID": "mine"}) == "mine"
     empty = default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": ""})
     assert empty == default_run_id(["train.py"], {})
-    with pytest.raises(ValueError, match="got '../mine'"):
+    with pytest.raises(ValueError, match=r"got '\.\./mine'"):
         default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
 
 
