@@ -25,8 +25,10 @@ import torch
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.trainer.callback import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import KillAt, Recorder, record_end
 
-__all__ = ["Interruption", "NotTheSame", "assert_resumes_exactly"]
+__all__ = ["Interruption", "KillAt", "NotTheSame", "assert_resumes_exactly"]
 
 # Gets callbacks and a directory, gives the Trainer: this module does not import Lightning.
 Fit = Callable[[list[Any], Path], Any]
@@ -73,7 +75,8 @@ def assert_resumes_exactly(
     """Run `fit` uninterrupted, then with `faults`, and compare the two.
 
     Compared are the contents of every batch, losses, learning rates, every value that a logger receives with its step,
-    every validation batch and result, the final weights and optimizer states, and the next draw of each generator.
+    every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
+    and the states of those that the module and the loaders hold.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
@@ -91,6 +94,15 @@ def assert_resumes_exactly(
 
     Raises:
         NotTheSame: If the runs differ; it names the first event that does.
+
+    Example::
+
+        def fit(callbacks, directory):
+            trainer = Trainer(callbacks=callbacks, default_root_dir=directory, max_epochs=2)
+            trainer.fit(MyModel(), my_loader())
+            return trainer
+
+        assert_resumes_exactly(fit, [KillAt(5), KillAt(3)], options={"every_n_train_steps": 1})
     """
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
@@ -153,9 +165,6 @@ class _Runs:
         return sorted((self._root / name).rglob("autosave-*.ckpt"))
 
     def _run(self, path: Path, directory: Path, faults: Sequence[Any], options: dict[str, Any] | None) -> None:
-        from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
-        from lightning_faulttolerant.trainer.recorder import Recorder, record_end  # noqa: PLC0415, RUF100
-
         recorder = Recorder(path)
         callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
         trainer = self._fit([*callbacks, recorder, *faults], directory)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# A busy machine is no failure; pytest's own time-out ends what hangs.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)

@@ -255,6 +255,11 @@ def combined_loaders(trainer: Trainer) -> list[Any]:
     return [loop._combined_loader for loop in loops if loop._combined_loader is not None]
 
 
+def user_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of training and validation, as far as they are set up."""
+    return [loader for combined in combined_loaders(trainer) for loader in combined.flattened]
+
+
 def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
     """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
 

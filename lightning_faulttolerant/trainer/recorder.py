@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_faulttolerant.state.blobs import tensor_to_blob
+from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 
@@ -189,4 +190,6 @@ def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -
     weights = dict(trainer.lightning_module.state_dict())
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
-    recorder.write("end", weights=digest(weights), optimizers=digest(optimizers), metrics=metrics, draws=dict(draws))
+    held = HeldGenerators({"module": trainer.lightning_module, "loaders": compat.user_loaders(trainer)}).state_dict()
+    states = {"weights": weights, "optimizers": optimizers, "held generators": held}
+    recorder.write("end", metrics=metrics, draws=dict(draws), **{name: digest(s) for name, s in states.items()})

@@ -114,7 +114,7 @@ SAMPLERS: dict[str, Callable[[Dataset[Any], int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(length=st.integers(2, 12), batch_size=st.integers(1, 5), number=st.integers(0, 1000), place=st.floats(0, 1))
 def test_every_sampler_resumes_exactly(sampler: str, length: int, batch_size: int, number: int, place: float) -> None:
     """Any sampler of torch's, any length and batch size, any cut: the rest is that of the uninterrupted run."""
@@ -397,7 +397,7 @@ class Swelling(Dataset[int]):
         return 4
 
     def __getitem__(self, index: int) -> int:
-        self.generators += [random.Random(i) for i in range(20)]
+        self.generators += [random.Random(i) for i in range(100)]
         return index
 
 

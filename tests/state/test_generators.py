@@ -224,6 +224,14 @@ def test_generator_that_is_made_when_first_used(kind: str) -> None:
     assert draw(fresh.inner.rng) == draw(saved.inner.rng)
 
 
+def test_attribute_that_is_not_there_yet_is_made() -> None:
+    """An object that asks ``hasattr`` before it makes its generator gets the saved one under the saved name."""
+    fresh = Holder(inner=Holder())
+    state = HeldGenerators({"dataset": Holder(inner=Holder(rng=random.Random(4)))}).state_dict()
+    assert HeldGenerators({"dataset": fresh}).load_state_dict(state) == []
+    assert fresh.inner.rng.random() == random.Random(4).random()
+
+
 def test_generator_made_after_the_search_is_found_by_the_next() -> None:
     """`search` finds what an object made since; until then the state is without it."""
     holder = Holder(rng=None)
@@ -241,8 +249,9 @@ def test_generator_that_is_gone_is_left_out_and_named() -> None:
     state = held.state_dict()
     holder.b.clear()
     assert list(held.state_dict()) == ["dataset.a"]
-    del holder.a
+    holder.a = "taken"
     assert sorted(held.load_state_dict(state)) == ["dataset.a", "dataset.b[0]"]
+    assert holder.a == "taken"
 
 
 def test_state_of_another_kind_is_refused() -> None:

@@ -169,6 +169,24 @@ def test_each_change_is_seen(change: str) -> None:
     assert not marks.unmoved(tensors_of(module))
 
 
+def test_change_that_the_sums_of_bits_miss_is_seen() -> None:
+    """An in-place exchange of elements that fall on one sum moves the version, equal ``.data`` is another storage."""
+    tensor = torch.arange(508.0)
+    marks = TensorMarks([tensor])
+    tensor.copy_(tensor.roll(127))
+    assert torch.equal(tensor.reshape(4, 127).sum(0), torch.arange(508.0).reshape(4, 127).sum(0))
+    assert not marks.unmoved([tensor])
+    marks = TensorMarks([tensor])
+    tensor.data = tensor.data.clone()
+    assert not marks.unmoved([tensor])
+
+
+def test_other_tensor_over_the_same_storage_is_a_change() -> None:
+    """A tensor that stands in for a marked one is another one, though its storage and version are the same."""
+    tensor = torch.ones(3)
+    assert not TensorMarks([tensor]).unmoved([tensor.detach()])
+
+
 def test_passes_without_a_step_are_no_change() -> None:
     """Forward, backward, reading and copying move no parameter."""
     module = make_module()

@@ -20,9 +20,9 @@ class Clock:
 
 
 @given(
-    share=st.floats(0.01, 1),
-    costs=st.lists(st.floats(0.001, 10), min_size=1, max_size=20),
-    idle=st.floats(0.001, 3),
+    share=st.floats(0.05, 1),
+    costs=st.lists(st.floats(0.5, 5), min_size=1, max_size=10),
+    idle=st.floats(0.5, 3),
 )
 def test_share_is_kept(share: float, costs: list[float], idle: float) -> None:
     """Over whole periods, from one action to the instant at which the next is allowed, the share is not exceeded."""
