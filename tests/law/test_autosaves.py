@@ -318,3 +318,16 @@ def test_remote_default_root_dir_asks_for_a_local_dirpath(tmp_path: Path) -> Non
     """A remote directory is refused by name rather than taken for a local one."""
     with pytest.raises(ValueError, match="memory://"):
         fit_net([FaultTolerance()], "memory://somewhere")
+
+
+def test_other_surroundings_are_reported(tmp_path: Path) -> None:
+    """Another number of threads leaves the state exact, and the report says that the last bits may differ."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+
+    def main() -> None:
+        torch.set_num_threads(2)
+        fit_net([protected()], tmp_path)
+
+    ended = run(main, seed=99)
+    assert "Resumed exactly" in ended.output
+    assert "threads: 1 when it was saved, 2 now" in ended.output

@@ -16,8 +16,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.processes import Script
 from tests.runs import Net, NoisyDataset, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
@@ -249,3 +251,17 @@ def test_stop_signal_while_a_worker_is_stuck(how: str) -> None:
     assert cost.exit_code == 143
     assert (cost.batch, cost.num_batches_twice) == (7, 0)
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("how", ["sleeps", "spins"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_process_with_a_stuck_worker_is_gone_in_time(signum: int, how: str, tmp_path: Path) -> None:
+    """From the signal, to the whole process group, until the end of the process it takes less than 5 seconds."""
+    script = Script(lambda: fit_failing(how)([FaultTolerance(**EVERY_STEP), Arm()], tmp_path))
+    while (tmp_path / "armed").exists() or not any(tmp_path.rglob("*-batch=7.ckpt")):
+        time.sleep(0.01)
+    began = time.monotonic()
+    os.killpg(script.process_id, signum)
+    ended = script.wait()
+    assert time.monotonic() - began < 5
+    assert ended.exit_code == CODES[signum]
