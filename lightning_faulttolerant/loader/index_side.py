@@ -7,6 +7,7 @@ Batches that were handed out to workers but not consumed are kept as they are an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,6 +84,7 @@ class IndexSide:
         self._window = window
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
+        self._is_aside = False
         self._is_begun = False
         self._iterator: _IndexIterator | None = None
         self.record = IndexRecord()
@@ -108,6 +110,8 @@ class IndexSide:
         self.record = IndexRecord(first_batch=0 if plan is None else plan.position, recent=deque(maxlen=self._window))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_aside:
+            return iter(self._sampler)
         if not self._is_begun:
             raise NotExactError(
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
@@ -126,6 +130,15 @@ class IndexSide:
             self.record.start = now
         self._iterator = _IndexIterator(self, iter(self._sampler))
         return self._iterator
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let an iterator that is made meanwhile draw from the sampler itself, unnoticed."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def ensure_open(self) -> None:
         """Bring the iterator to its position now rather than when the first index is drawn."""
@@ -175,7 +188,8 @@ class IndexSide:
         return _chain(again, indices)
 
     def _differs(self, plan: IndexPlan) -> None:
-        name = type(self._sampler).__name__
+        inner = getattr(self._sampler, "sampler", None)
+        name = type(self._sampler).__name__ + ("" if inner is None else f" over {type(inner).__name__}")
         if plan.draws:
             self.notes.append(
                 f"{name} draws random numbers between batches: the batches that were handed out are handed out again,"

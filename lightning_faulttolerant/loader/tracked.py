@@ -107,6 +107,10 @@ class TrackedLoader:
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
         self._is_asked = False
+        self._is_taken = False
+        self.is_followed: Callable[[], bool] = lambda: True
+        """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
+        self._rings_aside: list[WorkerRing] = []
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
         self._resumed_states: list[WorkerState] | None = None
@@ -152,16 +156,18 @@ class TrackedLoader:
 
     def ask(self) -> None:
         """Note that an iteration was asked for; it begins when it is made."""
-        self._is_asked = True
+        self._is_asked = self._is_asked or self.is_followed()
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make torch's iterator for a new iteration, resumed where `load_state_dict` said so.
 
         Resuming leaves the random generators of this process as they were found.
         """
+        if not (self._is_asked or self.is_followed()):
+            return self._iterate_aside(make_iterator)
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
-        self._is_asked = False
+        self._is_asked = self._is_taken = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         iterator = make_iterator()
@@ -171,6 +177,20 @@ class TrackedLoader:
                 next(iterator)
             self.index_side.restore(before)
         return iterator
+
+    def _iterate_aside(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make an iterator for somebody else, beside the iteration that is followed."""
+        if self.loader.persistent_workers and self.num_workers:
+            # There is one set of workers: torch takes them away from whoever iterates.
+            self._is_taken = True
+            self._begin(None, None)
+            return make_iterator()
+        with self.index_side.aside():
+            if self._worker_side is None:
+                return make_iterator()
+            with self._worker_side.aside(self._new_ring()) as ring:
+                self._rings_aside.append(ring)
+                return make_iterator()
 
     def _begin(self, plan: IndexPlan | None, states: list[WorkerState] | None) -> None:
         if self.num_workers and self._has_living_workers:
@@ -183,12 +203,14 @@ class TrackedLoader:
         assert self._worker_side is not None
         if self._ring is not None:
             self._ring.close()
-        slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
-        self._ring = WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
-        self._worker_side.ring = self._ring
+        self._ring = self._worker_side.ring = self._new_ring()
         self._worker_side.strict = self.index_side.strict
         self._worker_side.resume_from = self._resumed_states = states
         self._fetched_before = [0] * self.num_workers
+
+    def _new_ring(self) -> WorkerRing:
+        slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
+        return WorkerRing(num_workers=self.num_workers, num_slots=slots, slot_bytes=self._slot_bytes)
 
     def _fetched(self) -> list[int]:
         """Return how many batches each worker was given since it was made."""
@@ -214,6 +236,11 @@ class TrackedLoader:
             workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
             kept = record_state(self.index_side.record) if workers is not None else None
             return {"consumed": None, "record": kept, "workers": workers}
+        if self._is_taken:
+            raise NotExactError(
+                "Somebody else has iterated over the training loader in the middle of its epoch, and its persistent"
+                " workers were taken away from the training. Let a callback have a loader of its own."
+            )
         record = self.index_side.record
         counts = None
         if self.num_workers:
@@ -258,12 +285,15 @@ class TrackedLoader:
 
     def release_workers(self) -> None:
         """Let the workers follow a termination again: nobody needs them any more."""
-        if self._ring is not None:
-            self._ring.close()
+        self._close_rings()
+
+    def _close_rings(self) -> list[int]:
+        rings = [*self._rings_aside, *([] if self._ring is None else [self._ring])]
+        return [process_id for ring in rings for process_id in ring.close()]
 
     def close_workers(self, *, timeout_seconds: float = 0.5) -> None:
         """End the workers that are still there: those that don't follow a request within the time are killed."""
-        process_ids = self._ring.close() if self._ring is not None else []
+        process_ids = self._close_rings()
         children = {child.pid: child for child in multiprocessing.active_children()}
         workers = [children[process_id] for process_id in process_ids if process_id in children]
         if not workers:

@@ -6,11 +6,12 @@ after each of the last batches, from which the main process picks the one that b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ class WorkerSide:
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
+
+    @contextlib.contextmanager
+    def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
+        """Give workers that are made meanwhile a ring of their own, and nothing to go on from."""
+        kept, self.ring, self.resume_from = (self.ring, self.resume_from), ring, None
+        try:
+            yield ring
+        finally:
+            self.ring, self.resume_from = kept
 
     def init(self, worker_id: int) -> None:
         """Set up a worker that has just started: signals, the user's own function, then the state to go on from."""

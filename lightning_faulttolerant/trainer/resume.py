@@ -104,7 +104,8 @@ class Resume:
         self._loaders.resume_from(self._state.get("loaders", {}))
         if self.is_in_epoch:
             # Whoever asked for estimated_stepping_batches, or a finder, has made it already.
-            compat.renew_iterator(self._trainer)
+            with self._loaders.iterated_by_trainer():
+                compat.renew_iterator(self._trainer)
         if "trainer" in self._state:
             # An EarlyStopping that had ended the fit must not let it go on.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]

@@ -82,6 +82,7 @@ class Session:
         wrap(epoch_loop, "on_run_start", self._wrap_epoch_start)
         wrap(epoch_loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
         wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
+        wrap(val_loop, "reset", self._wrap_validation_reset)
         wrap(val_loop, "run", self._wrap_validation)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
 
@@ -218,7 +219,8 @@ class Session:
     def _wrap_setup_data(self, original: Method, stage: str) -> Method:
         def setup_data() -> None:
             self._loaders.begin(stage)
-            original()
+            with self._loaders.iterated_by_trainer():
+                original()
 
         return setup_data
 
@@ -247,8 +249,10 @@ class Session:
         def on_run_start(data_fetcher: Any) -> None:
             if self._renews_iterator:
                 self._renews_iterator = False
-                compat.renew_iterator(self._trainer)
-            original(data_fetcher)
+                with self._loaders.iterated_by_trainer():
+                    compat.renew_iterator(self._trainer)
+            with self._loaders.iterated_by_trainer():
+                original(data_fetcher)
             if self.autosaver is None:
                 return
             if compat.is_dataloader_iter(data_fetcher):
@@ -317,6 +321,13 @@ class Session:
             return original()
 
         return run
+
+    def _wrap_validation_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            with self._loaders.iterated_by_trainer():
+                original()
+
+        return reset
 
     def _wrap_before_validation_fetch(self, original: Method) -> Method:
         def before_fetch() -> None:

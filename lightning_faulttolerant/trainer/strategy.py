@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -31,6 +32,7 @@ class Loaders:
         self._trainer = trainer
         self._strict = strict
         self._stage, self._next_index = TRAIN, 0
+        self._is_trainers = False
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
@@ -39,6 +41,15 @@ class Loaders:
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
         self.not_exact: list[str] = []
+
+    @contextlib.contextmanager
+    def iterated_by_trainer(self) -> Iterator[None]:
+        """Let iterations that are asked for meanwhile be the trainer's own; at other times they are a callback's."""
+        self._is_trainers = True
+        try:
+            yield
+        finally:
+            self._is_trainers = False
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
@@ -75,6 +86,7 @@ class Loaders:
             return loader
         tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
         tracker.index_side.strict = self._strict
+        tracker.is_followed = lambda: self._is_trainers
         tracker.index_side.not_exact = self.not_exact
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader)

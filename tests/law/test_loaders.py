@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, WeightedRandomSampler, random_split
 
-from lightning_faulttolerant.testing import assert_resumes_exactly
-from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.runs import (
     BatchesDataset,
     Cut,

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
-from lightning_faulttolerant.testing import assert_resumes_exactly
-from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.runs import Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
 
 

@@ -227,6 +227,20 @@ def test_loaded_state_is_the_state(workers: str) -> None:
     del iterator
 
 
+def test_loader_with_living_workers_is_set_back() -> None:
+    """A state that is loaded while persistent workers wait for the next epoch gets workers of its own."""
+    loader = DataLoader(Drawing(8), batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+    seed(1)
+    tracker = TrackedLoader(loader)
+    tracked = tracker.copy_of(loader)
+    iterator = iter(tracked)
+    next(iterator)
+    state = safe(tracker.state_dict(1))
+    rest = [listed(batch) for batch in iterator]
+    tracker.load_state_dict(state)
+    assert [listed(batch) for batch in tracked] == rest
+
+
 def test_state_is_a_copy() -> None:
     """Going on, and changing what was given out, changes neither state nor tracker."""
     loader = DataLoader(Drawing(8), batch_size=2, shuffle=True)
@@ -501,6 +515,28 @@ def test_stuck_workers_are_ended_within_a_second(how: str) -> None:
     del iterator
     gc.collect()
     assert time.monotonic() - began < 1.0
+
+
+def test_handler_of_childrens_deaths_does_not_hear_of_the_workers() -> None:
+    """Torch's handler raises when a worker was killed: while workers are closed no handler runs, and it is put back."""
+    loader = DataLoader(Stuck("loop in C"), num_workers=2)
+    tracker = TrackedLoader(loader)
+    iterator = iter(tracker.copy_of(loader))
+    loader.dataset.wait_until_stuck()
+    heard: list[int] = []
+
+    def handler(signum: int, frame: object) -> None:
+        heard.append(signum)
+
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        tracker.close_workers(timeout_seconds=0.1)
+        time.sleep(0.01)
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert heard == []
+    del iterator
 
 
 def test_workers_are_closed_twice_and_before_they_are_made() -> None:

@@ -1,0 +1,77 @@
+"""Negative controls: with any one part of the state left out, the law is broken, and the first breach is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.trainer.capture import PARTS
+from tests.law.test_generators import HoldingNet
+from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
+from tests.runs import Net, NoisyDataset, fit_net
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """A run that needs a part of the state; `event` is the kind of event that differs first without it."""
+
+    event: str
+    module: Callable[[], LightningModule] = Net
+    users: Callable[[], list[Callback]] = list
+    train: Callable[[], DataLoader] = lambda: DataLoader(NoisyDataset(), batch_size=4)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+NEEDS = {
+    "rng": Needs(event="batch"),
+    "held": Needs(event="step", module=HoldingNet),
+    "loaders": Needs(event="batch", train=lambda: DataLoader(NoisyDataset(), batch_size=4, shuffle=True)),
+    "gradients": Needs(event="step", arguments={"accumulate_grad_batches": 2}),
+    "buffers": Needs(event="step", module=BufferNet),
+    "metrics": Needs(event="log", module=MetricNet),
+    "results": Needs(event="log"),
+    "flags": Needs(event="step", module=FreezingNet),
+    "trainer": Needs(event="batch", users=lambda: [StopsAt()], arguments={"min_epochs": 1, "max_epochs": 3}),
+}
+
+
+def assert_goes_on_without(part: str | None, needs: Needs) -> None:
+    """Hold a run to the law, killed in the first epoch at batch 5, resumed without `part`."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(
+            [*needs.users(), *callbacks],
+            directory,
+            train=needs.train(),
+            module=needs.module(),
+            **needs.arguments,
+        )
+
+    assert_resumes_exactly(fit, [KillAt(5)], options={"overhead_budget": 1.0}, without=part)
+
+
+def test_every_part_has_a_control() -> None:
+    """There is a run for each part of the state, and no other."""
+    assert NEEDS.keys() == PARTS.keys()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_run_goes_on_with_all_parts(part: str) -> None:
+    """The run that needs the part goes on exactly with it."""
+    assert_goes_on_without(None, NEEDS[part])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_run_without_a_part_is_not_the_same(part: str) -> None:
+    """Without the part it does not, and the first event that differs is named with both of its contents."""
+    needs = NEEDS[part]
+    found = rf'Event \d+ (of the interrupted run differs|is (missing|too many) in)[^"]*(.|\n)*"event": "{needs.event}"'
+    with pytest.raises(NotTheSame, match=found):
+        assert_goes_on_without(part, needs)
