@@ -7,9 +7,12 @@ was written over, is told from the right one.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import struct
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ _WORKER_HEADER = struct.Struct("<qq")  # process id of the worker; 1 once the ma
 _SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
+
+
+_rings: weakref.WeakSet[WorkerRing] = weakref.WeakSet()
 
 
 class WorkerRing:
@@ -30,12 +36,14 @@ class WorkerRing:
         self.num_workers = num_workers
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes + _SLOT_HEADER.size
+        self._process_id = os.getpid()
         self._bytes: memoryview | None = None
         self._memory = torch.zeros(num_workers * self._worker_bytes, dtype=torch.uint8)
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
         for worker in range(num_workers):
             for slot in range(num_slots):
                 self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))
+        _rings.add(self)
 
     @property
     def _worker_bytes(self) -> int:
@@ -106,3 +114,11 @@ class WorkerRing:
 
 def _bytes_of(memory: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
+
+
+@atexit.register
+def _close_all() -> None:
+    """Tell all workers that they are to end: multiprocessing, whose own exit comes next, waits until they have."""
+    for ring in _rings:
+        if ring._process_id == os.getpid():
+            ring.close()

@@ -76,16 +76,15 @@ class Boundary:
 
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
-        if self._stop.requested is None or not self.has_current_capture():
-            return
         signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is not None and self.capture is not None:
-            self._stop.begin_save()
-            try:
-                self._autosaver.save_capture(self.capture)
-            finally:
-                self._stop.end_save()
-            raise stopped_by(signum, str(self.capture.position))
+        if signum is None or self.capture is None or not self.has_current_capture():
+            return
+        self._stop.begin_save()
+        try:
+            self._autosaver.save_capture(self.capture)
+        finally:
+            self._stop.end_save()
+        raise stopped_by(signum, str(self.capture.position))
 
     def save_interrupted(self) -> bool:
         """Save what can be saved of a run that an exception ended; return whether a state was saved.

@@ -136,24 +136,22 @@ class SoleRank:
 
 
 class StoreAgreement:
-    """Ranks agree over a key-value store (torch's ``Store``): no collective, no device.
+    """Ranks agree over a key-value store (torch's ``Store``): no collective, no device, and nobody waits.
 
-    A rank that was asked to stop writes it into the store. Each rank looks at every boundary; the first time it sees
-    the request it writes the number of its boundary and waits until all ranks have. All stop at the highest of these
-    numbers. A rank that is behind goes on to that boundary; none can be further on than that.
+    A rank that is asked to stop proposes a boundary that no rank can have passed yet; the first proposal wins, and so
+    does its signal. Every rank looks at each of its boundaries, so all see it before they come to that one.
 
     Args:
-        store: With ``set``, ``get``, ``check`` and ``wait``.
-        rank: Of this process.
-        world_size: Number of ranks.
-        prefix: Of the keys, so that several fits can share a store.
+        store: With ``compare_set``, ``check`` and ``get``.
+        prefix: Of the key, so that several fits can share a store.
+        max_drift: How many boundaries one rank can be ahead of another: 0 where each step has a collective, the batches
+            of an accumulation window where only its last one has.
     """
 
-    def __init__(self, store: Any, *, rank: int, world_size: int, prefix: str) -> None:
+    def __init__(self, store: Any, *, prefix: str, max_drift: int) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._prefix = prefix
+        self._key = f"{prefix}/stop"
+        self._max_drift = max_drift
         self._boundary = -1
         self._stop_at: int | None = None
         self._signal = 0
@@ -161,15 +159,17 @@ class StoreAgreement:
     def stop_signal(self, requested: int | None) -> int | None:
         """Return the signal to stop for at this boundary, or ``None`` to go on; called at every boundary."""
         self._boundary += 1
-        if self._stop_at is None and requested is not None:
-            self._store.set(f"{self._prefix}/signal", str(requested))
-        if self._stop_at is None and self._store.check([f"{self._prefix}/signal"]):
-            self._agree()
+        if self._stop_at is None:
+            self._look(requested)
         return self._signal if self._stop_at is not None and self._boundary >= self._stop_at else None
 
-    def _agree(self) -> None:
-        self._signal = int(self._store.get(f"{self._prefix}/signal"))
-        self._store.set(f"{self._prefix}/at/{self._rank}", str(self._boundary))
-        keys = [f"{self._prefix}/at/{rank}" for rank in range(self._world_size)]
-        self._store.wait(keys)
-        self._stop_at = max(int(self._store.get(key)) for key in keys)
+    def _look(self, requested: int | None) -> None:
+        if requested is not None:
+            # A rank that is not ahead may have passed this boundary already, and is on its way to the next.
+            proposal = f"{requested} {self._boundary + 1 + self._max_drift}"
+            found = self._store.compare_set(self._key, "", proposal)
+        elif self._store.check([self._key]):
+            found = self._store.get(self._key)
+        else:
+            return
+        self._signal, self._stop_at = (int(number) for number in found.split())

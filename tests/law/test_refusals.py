@@ -27,7 +27,7 @@ def out_of_order() -> DataLoader:
 def already_iterated() -> DataLoader:
     """Return a loader that holds an iterator, whose workers are there already."""
     loader = DataLoader(NoisyDataset(), batch_size=4, num_workers=2, persistent_workers=True)
-    iter(loader)
+    list(loader)
     return loader
 
 

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -600,6 +602,30 @@ def test_workers_go_on_through_signals_until_told() -> None:
         worker.join(5)
     assert [worker.exitcode for worker in workers] == [0, 0]
     del iterator
+
+
+UNFINISHED = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+loader = DataLoader(TensorDataset(torch.arange(40)), num_workers=2, persistent_workers=True)
+tracker = TrackedLoader(loader)
+tracked = tracker.copy_of(loader)
+iterator = iter(tracked)
+next(iterator)
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+assert not tracker._ring.is_closing(0), "a child's end is not the run's"
+raise RuntimeError("of the user")
+"""
+
+
+def test_process_with_living_workers_can_end() -> None:
+    """An exception of the user's that leaves an iterator behind ends the process, rather than waiting for workers."""
+    ended = subprocess.run([sys.executable, "-c", UNFINISHED], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("RuntimeError: of the user")
 
 
 @pytest.mark.slow
