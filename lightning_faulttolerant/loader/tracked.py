@@ -137,6 +137,11 @@ class TrackedLoader:
             raise ReferenceError("the loader that was followed is gone")
         return loader
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody holds the copy that is followed any more."""
+        return self._loader is None or self._loader() is None
+
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)

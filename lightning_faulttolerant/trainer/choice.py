@@ -42,8 +42,8 @@ class Choice:
         """Our part of the checkpoint."""
         return (self.checkpoint or {}).get(KEY)
 
-    def with_checkpoint(self, checkpoint: dict[str, Any]) -> Choice:
-        """Return the choice with the content that Lightning has read."""
+    def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
+        """Return the choice with the content that Lightning has read, or without any when it was restored."""
         return replace(self, checkpoint=checkpoint)
 
 

@@ -85,6 +85,7 @@ class Resume:
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         self._state = unpack_blobs(part["ranks"][0])
+        self._part = {name: value for name, value in part.items() if name != "ranks"}
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
@@ -169,4 +170,5 @@ class Resume:
             notes=(*notes, *self._loaders.notes()),
             seconds=time.monotonic() - self._began,
         )
+        self._state, self._callback_states = {}, {}
         rank_zero_info(f"\n{self.report}")  # a progress bar may stand in this line

@@ -24,7 +24,7 @@ from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDAT
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
-from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals
+from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -92,7 +92,7 @@ class Session:
         Raises:
             TrainingStopped: If a stop was asked for since the last boundary.
         """
-        resume, stopped_by = self._resume, self._stop.requested
+        resume, signum = self._resume, self._stop.requested
         try:
             if resume is not None and resume.is_pending:
                 resume.restore(self._state())
@@ -100,8 +100,11 @@ class Session:
                 self.autosaver.save(position_of(self._trainer, FINISHED))
         finally:
             self.close()
-        if stopped_by is not None:
-            raise TrainingStopped(128 + stopped_by, "Stopped behind the end of the fit")
+        if signum is not None:
+            self._run.failed = True  # the finished fit is still needed: the script behind it did not run
+            stopped = stopped_by(signum, "behind the end of the fit")
+            rank_zero_info(f"\n{stopped.reason}. Run the same command again to go on with what comes after it.")
+            raise stopped
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
@@ -142,7 +145,8 @@ class Session:
         except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
             rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
             return
-        rank_zero_info(f"{name}: {'saved' if saved else 'the last autosave stays'}, {self.autosaver.saved}.")
+        if not isinstance(exception, TrainingStopped):
+            rank_zero_info(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {self.autosaver.saved}.")
 
     # What the seams do.
 
@@ -200,6 +204,8 @@ class Session:
         if self._resume is not None:
             self._resume.begin()
         origin = self._choice.origin if self._choice is not None else None
+        if self._choice is not None:
+            self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
         header = {"origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,

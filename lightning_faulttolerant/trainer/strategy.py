@@ -118,6 +118,7 @@ class Loaders:
         return {
             place: tracker.state_dict(consumed if place.startswith(TRAIN) else None)
             for place, tracker in self.trackers.items()
+            if not tracker.is_gone
         }
 
     def held_state(self) -> dict[str, dict[str, bytes]]:

@@ -231,3 +231,33 @@ def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
 
     assert run(main).exit_code == 143
     assert told(tmp_path, "after") == []
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_fit_end"])
+def test_stop_signal_when_the_fit_is_all_but_over(hook: str, tmp_path: Path) -> None:
+    """A stop behind the last batch ends the process too; the fit is finished, and is not trained again."""
+
+    class Late(Callback):
+        def _strike(self, name: str) -> None:
+            if name == hook:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            self._strike("on_train_epoch_end")
+
+        def on_train_end(self, *_: Any) -> None:
+            self._strike("on_train_end")
+
+    def main(*faults: Callback) -> None:
+        count = CountBatches()
+        trainer = fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
+        if hook == "on_fit_end" and faults:
+            os.kill(os.getpid(), signal.SIGTERM)  # Lightning's and our handlers are gone: the process just ends
+        tell(tmp_path, "ended", [count.num_batches, weights(trainer)])
+
+    stopped = run(lambda: main(Late()))
+    assert stopped.exit_code == (143 if hook != "on_fit_end" else -signal.SIGTERM), stopped.output
+    assert autosaves(tmp_path) != []
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "ended")[-1][0] == 0
