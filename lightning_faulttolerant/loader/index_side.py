@@ -10,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _log = logging.getLogger(__name__)
 
-# At these batches it is looked at whether the sampler draws while it goes on, rather than only when it starts.
-_DRAW_PROBES = (1, 2)
+_HELD = "held/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,17 @@ class Moment:
     rng: Mapping[str, bytes]
     held: Mapping[str, bytes]
     sampler_epochs: list[int | None]
+
+    def states(self) -> dict[str, bytes]:
+        """Return all states by name."""
+        return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
+
+    @classmethod
+    def from_states(cls, states: Mapping[str, bytes]) -> Moment:
+        """Return a moment of which only `states` are known."""
+        held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
+        rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
+        return cls(rng=rng, held=held, sampler_epochs=[])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moment as plain dicts."""
@@ -52,7 +63,7 @@ class IndexRecord:
     birth: Moment | None = None
     start: Moment | None = None
     first: Moment | None = None
-    draws: bool = False
+    log: DrawLog = field(default_factory=DrawLog)
     recent: deque[Any] = field(default_factory=deque)
 
 
@@ -65,7 +76,7 @@ class IndexPlan:
     first: Moment | None = None
     position: int = 0
     handed_out: int = 0
-    draws: bool = False
+    log: bytes = b""
     recent: tuple[Any, ...] = ()
 
 
@@ -82,6 +93,7 @@ class IndexSide:
         self._sampler = sampler
         self._held = held
         self._window = window
+        self.may_draw = not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
@@ -167,35 +179,41 @@ class IndexSide:
         self.restore(plan.start)
         indices = iter(self._sampler)
         self.restore(plan.first)
-        record.start, record.first, record.draws = plan.start, plan.first, plan.draws
+        record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
         return self._skip(indices, plan)
 
-    def probe_draws(self, indices: Iterator[Any]) -> Any:
-        """Draw the next batch and note whether the sampler drew random numbers for it."""
-        before = self.moment()
-        batch = next(indices)
-        self.record.draws = self.record.draws or self.moment() != before
-        return batch
+    def draw(self, indices: Iterator[Any]) -> Any:
+        """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
+        before = self.moment().states()
+        try:
+            return next(indices)
+        finally:
+            self.record.log.note(self.record.handed_out, before, self.moment().states())
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
         known = plan.handed_out - len(plan.recent)
-        deque(islice(indices, known), maxlen=0)
-        replayed = list(islice(indices, len(plan.recent)))
+        replayed = list(self._replay(indices, plan)[known:])
         if pack_indices(replayed) != pack_indices(list(plan.recent)):
             self._differs(plan)
         again = plan.recent[plan.position - known :]
         return _chain(again, indices)
 
+    def _replay(self, indices: Iterator[Any], plan: IndexPlan) -> Sequence[Any]:
+        """Return the batches that the sampler gives again; those that are not looked at may be left out as ``None``."""
+        known = plan.handed_out - len(plan.recent)
+        if not plan.log:
+            deque(islice(indices, known), maxlen=0)
+            return [*repeat(None, known), *islice(indices, len(plan.recent))]
+        replayed: list[Any] = []
+        for batch, states in self.record.log.states():
+            replayed += islice(indices, batch - len(replayed))
+            self.restore(Moment.from_states(states))
+        return replayed + list(islice(indices, plan.handed_out - len(replayed)))
+
     def _differs(self, plan: IndexPlan) -> None:
         inner = getattr(self._sampler, "sampler", None)
         name = type(self._sampler).__name__ + ("" if inner is None else f" over {type(inner).__name__}")
-        if plan.draws:
-            self.notes.append(
-                f"{name} draws random numbers between batches: the batches that were handed out are handed out again,"
-                " and it goes on drawing from the restored generators. That is exact if it remembers nothing else."
-            )
-            return
         message = (
             f"Started again from the same random states, {name} gives other indices than it gave before batch"
             f" {plan.handed_out}: it keeps a state of its own, for instance a counter in __iter__, or its data set or"
@@ -210,7 +228,8 @@ class IndexSide:
     def restore(self, moment: Moment) -> None:
         """Put the random states back to those of `moment`."""
         set_rng_state(moment.rng)
-        self._held.load_state_dict(moment.held)
+        if moment.held:
+            self._held.load_state_dict(moment.held)
         for sampler, epoch in zip(self._samplers_with_epoch(), moment.sampler_epochs, strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
@@ -238,8 +257,7 @@ class _IndexIterator(Iterator[Any]):
     def __next__(self) -> Any:
         self.open()
         record = self._record
-        probe = record.handed_out - record.first_batch in _DRAW_PROBES and not record.draws
-        batch = self._side.probe_draws(self._indices) if probe else next(self._indices)
+        batch = self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
         record.handed_out += 1
         record.recent.append(batch)
         return batch
@@ -253,7 +271,7 @@ def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
         first=_moment(state["first"]),
         position=position,
         handed_out=state["handed_out"],
-        draws=state["draws"],
+        log=state["log"],
         recent=tuple(unpack_indices(state["recent"])),
     )
 
@@ -269,7 +287,7 @@ def record_state(record: IndexRecord) -> dict[str, Any]:
     return {
         **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
         "handed_out": record.handed_out,
-        "draws": record.draws,
+        "log": record.log.pack(),
         "recent": pack_indices(list(record.recent)),
     }
 

@@ -25,7 +25,7 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 
-_SLACK_BYTES = 65_536  # for generators that a data set makes only when it is first used
+_SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
 

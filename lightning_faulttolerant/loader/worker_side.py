@@ -110,9 +110,7 @@ class WorkerSide:
     def _leave_state(self) -> None:
         assert self.ring is not None
         assert self._held is not None
-        # Objects often make their generator when they are first used: look again, ever more rarely.
-        if self._count & (self._count - 1) == 0:
-            self._held.search()
+        self._held.refresh()  # objects often make their generator when they are first used
         self.ring.put(self._worker, self._count, _pack(self._held))
 
     def _handle_signals(self) -> None:

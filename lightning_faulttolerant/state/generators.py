@@ -2,7 +2,7 @@
 
 Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``). No
 property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures and bound
-methods hold is looked at, and no container of more than 10,000 items.
+methods hold is looked at, and no container of more than 1,000 items.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ _OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pyt
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader")
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
 # Nobody keeps generators among so many items; walking them would take seconds at each autosave.
-_MAX_ITEMS = 10_000
+_MAX_ITEMS = 1_000
 _MAX_VISITED = 200_000
 
 Path = tuple[tuple[str, Any], ...]
@@ -45,6 +46,7 @@ class HeldGenerators:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
+        self._watched: list[tuple[dict[Any, Any], int, tuple[Any, ...]]] = []
         self.search()
 
     def __len__(self) -> int:
@@ -52,7 +54,25 @@ class HeldGenerators:
 
     def search(self) -> None:
         """Look for generators again, for objects that made one after the last search."""
-        self._paths = {path_name(path): path for path, _ in _find(self._roots)}
+        self._paths, self._watched = {}, []
+        for path, value in _walk(self._roots):
+            if is_generator(value):
+                self._paths[path_name(path)] = path
+            else:
+                self._watch(value)
+
+    def refresh(self) -> None:
+        """Look for generators again if any object has an attribute more, or one where it had ``None``."""
+        for attributes, size, empty in self._watched:
+            if len(attributes) != size or any(attributes.get(name) is not None for name in empty):
+                self.search()
+                return
+
+    def _watch(self, value: Any) -> None:
+        attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and len(attributes) <= _MAX_ITEMS:
+            empty = tuple(name for name, child in attributes.items() if child is None)
+            self._watched.append((attributes, len(attributes), empty))
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the state of each generator by its path; one that is gone is left out."""
@@ -173,10 +193,11 @@ def _find(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    # Breadth first: what lies near is found before large data further down uses up the number of visits.
     visited: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((("item", name),), root) for name, root in reversed(list(roots.items()))]
-    while stack:
-        path, value = stack.pop()
+    queue: deque[tuple[Path, Any]] = deque(((("item", name),), root) for name, root in roots.items())
+    while queue:
+        path, value = queue.popleft()
         if isinstance(value, _PRIMITIVES) or id(value) in visited:
             continue
         if len(visited) >= _MAX_VISITED:
@@ -185,15 +206,15 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
         visited.add(id(value))
         yield path, value
         if not is_generator(value):
-            stack.extend(reversed([((*path, step), child) for step, child in _children(value)]))
+            queue.extend(((*path, step), child) for step, child in _children(value))
 
 
 def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(value, (dict, list, tuple)) and len(value) > _MAX_ITEMS:
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _MAX_ITEMS:
         return
     if isinstance(value, dict):
         yield from ((("item", key), child) for key, child in value.items())
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))
     elif isinstance(value, functools.partial):
         yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))

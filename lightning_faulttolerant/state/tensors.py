@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,23 @@ def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     for name in state.keys() - set(missing):
         buffers[name].copy_(state[name])
     return missing
+
+
+def extra_state(module: nn.Module) -> dict[str, Any]:
+    """Return a copy of what the ``state_dict`` holds besides parameters and buffers, by key.
+
+    Empty, without asking, where no module adds anything: asking runs users' code.
+    """
+    if not any(_adds_to_state_dict(child) for child in module.modules()):
+        return {}
+    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return {key: copy.deepcopy(value) for key, value in module.state_dict().items() if key not in known}
+
+
+def _adds_to_state_dict(module: nn.Module) -> bool:
+    names = ("state_dict", "get_extra_state", "_save_to_state_dict")
+    overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return overrides or bool(module._state_dict_hooks) or bool(module._state_dict_pre_hooks)
 
 
 def flags_state(module: nn.Module) -> dict[str, list[str]]:

@@ -74,7 +74,6 @@ class Autosaver:
     def save(self, position: Position) -> Path:
         """Save the state of this instant."""
         began = self._budget.now()
-        self._run_state.search()
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
         return self._write(checkpoint, position, began)
 
@@ -116,9 +115,8 @@ class Autosaver:
 
     def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:
         is_first = self._saved_step is None
-        if is_first:
-            # Found out now rather than after hours, when the run is to be resumed.
-            _check_loads(checkpoint)
+        # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
+        _check_loads(checkpoint)
         path = self._series.save(
             checkpoint, epoch=position.epoch, batch=position.batch, global_step=position.global_step
         )
@@ -134,6 +132,7 @@ def _put_capture(checkpoint: dict[str, Any], capture: Capture, precision_key: st
     checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
     checkpoint["loops"]["fit_loop"] = capture.loops
     checkpoint["callbacks"] = capture.callbacks
+    checkpoint["state_dict"].update(capture.extra)
     checkpoint["lr_schedulers"] = capture.schedulers
     for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
         pairs = zip(state["param_groups"], groups, strict=True)

@@ -73,11 +73,13 @@ class Boundary:
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
         self.capture = self._run_state.capture(position_of(self._trainer, VALIDATION))
+        self._handed_out = -1
 
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
         signum = self._agreement.stop_signal(self._stop.requested)
         if signum is None or self.capture is None or not self.has_current_capture():
+            self._stop.fetch_began = time.monotonic()
             return
         self._stop.begin_save()
         try:

@@ -90,6 +90,8 @@ class FaultTolerance(Callback):
         if compat.is_nobodys_training(trainer):
             return
         self._last_report = None
+        if self._session is not None:  # another callback's on_exception raised, and ours was never called
+            self._session.close()
         self._session = Session(trainer, self._options)
         self._session.open()
 
@@ -111,10 +113,8 @@ class FaultTolerance(Callback):
         """Mark the fit as finished, and leave nothing of ours behind."""
         if self._session is not None and stage == "fit":
             session, self._session = self._session, None
-            try:
-                session.finish()
-            finally:
-                self._last_report = session.report
+            self._last_report = session.report
+            session.finish()
 
     def _is_in_charge(self, trainer: Trainer) -> bool:
         """Return whether this is the one of several that acts: the first that the user has added himself."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -19,6 +19,7 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
     TensorMarks,
     buffers_state,
+    extra_state,
     flags_state,
     gradients_state,
     load_buffers,
@@ -56,6 +57,7 @@ class Capture:
     param_groups: list[Any]
     precision: Mapping[str, Any]
     buffers: Mapping[str, Tensor]
+    extra: Mapping[str, Any]
     marks: TensorMarks
 
     def is_current(self, trainer: Trainer) -> bool:
@@ -79,20 +81,21 @@ class RunState:
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
-                "callbacks": list(compat.callbacks(trainer)),
+                "callbacks": _by_name(compat.callbacks(trainer)),
             }
         )
 
-    def search(self) -> None:
-        """Look again for generators that objects hold."""
-        self._held.search()
+    def _refresh(self) -> None:
+        """Look again for generators that objects have made since."""
+        self._held.refresh()
         for tracker in self._loaders.trackers.values():
-            tracker.held.search()
+            tracker.held.refresh()
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return the state of this rank, each part under its name in `PARTS`."""
         trainer = self._trainer
         module = trainer.lightning_module
+        self._refresh()
         rng = rng_state()
         return {
             "rng": rng,
@@ -145,8 +148,19 @@ class RunState:
             param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
             precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
             buffers=buffers_state(trainer.lightning_module),
+            extra=extra_state(trainer.lightning_module),
             marks=TensorMarks(moving_tensors(trainer)),
         )
+
+
+def _by_name(callbacks: list[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class and number among those of that class: one more in front renames no other."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        number = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{number}"] = callback
+    return named
 
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
@@ -167,6 +181,7 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "validation_is_set_up": compat.validation_is_set_up(trainer),
+        "reload_epochs": compat.reload_epochs(trainer),
         "seen_validation_batches": compat.seen_validation_batches(trainer),
     }
 
@@ -176,4 +191,5 @@ def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
     if state["validation_is_set_up"]:
         compat.set_up_validation(trainer)
+    compat.set_reload_epochs(trainer, state["reload_epochs"])
     compat.set_seen_validation_batches(trainer, state["seen_validation_batches"])

@@ -33,6 +33,8 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step that loggers receive",
     "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
     "trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "the step of values logged in validation",
+    "trainer.fit_loop._last_train_dl_reload_epoch": "reload_dataloaders_every_n_epochs behind a resume",
+    "trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "reload_dataloaders_every_n_epochs, likewise",
     "trainer._checkpoint_connector.resume_start": "choosing the autosave to resume from",
     "trainer._checkpoint_connector.restore_training_state": "resuming with a LearningRateFinder among the callbacks",
     "trainer._checkpoint_connector.dump_checkpoint": "autosaves",
@@ -200,6 +202,13 @@ def finish_batch(trainer: Trainer) -> None:
     epoch_loop.on_advance_end(fetcher)
 
 
+def _keeps_gradients(module: LightningModule) -> bool:
+    # What a manual step, or an overridden one, keeps in its gradients is its own affair.
+    hooks = ("optimizer_zero_grad", "optimizer_step", "backward")
+    overridden = any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks)
+    return overridden or not module.automatic_optimization
+
+
 def is_dataloader_iter(data_fetcher: Any) -> bool:
     """Return whether the module's ``training_step`` takes the ``dataloader_iter`` and fetches by itself."""
     return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
@@ -231,6 +240,18 @@ def set_up_validation(trainer: Trainer) -> None:
         trainer.training = True
 
 
+def reload_epochs(trainer: Trainer) -> list[float]:
+    """Return in which epochs the loaders of training and validation were asked for last."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    return [trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch]
+
+
+def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
+    """Put back what `reload_epochs` gave, so that they are asked for anew in the same epochs."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = epochs
+
+
 def seen_validation_batches(trainer: Trainer) -> dict[int, int]:
     """Return how many validation batches were logged so far, by loader: the step of values logged in validation."""
     return dict(trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader)
@@ -243,8 +264,8 @@ def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> No
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether gradients of an unfinished accumulation window are held at this boundary."""
-    if not trainer.lightning_module.automatic_optimization:
-        return True  # what a manual step keeps in its gradients is its own affair
+    if _keeps_gradients(trainer.lightning_module):
+        return True
     epoch_loop = trainer.fit_loop.epoch_loop
     return epoch_loop.batch_progress.current.ready > 0 and epoch_loop._should_accumulate()
 

@@ -31,6 +31,7 @@ class Fingerprint:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._settings: dict[str, Any] = {}
         self._hyperparameters = hyperparameters_fingerprint(trainer.lightning_module)
 
     def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,8 +44,10 @@ class Fingerprint:
 
     def settings(self) -> dict[str, Any]:
         """Return what is known when the fit begins."""
-        optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
-        return {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
+        if not self._settings:  # once: callbacks may change them while the fit goes on
+            optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
+            self._settings = {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
+        return self._settings
 
 
 def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now}, key=str):
             yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
-    elif saved != now:
+    elif saved != now and not (saved is not None and saved != saved and now != now):
         yield f"{path}: {saved!r} when it was saved, {now!r} now"
 
 
@@ -153,6 +156,10 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):  # their order is another one in every process
+        return sorted(str(_plain(item)) for item in value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     # The default text of an object holds its address, which is another one in every process.

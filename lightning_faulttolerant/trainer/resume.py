@@ -135,6 +135,21 @@ class Resume:
         """Return whether the state is one of a finished fit, and not put back yet."""
         return self.is_pending and self.position is not None and self.position.where == FINISHED
 
+    def go_on_behind_the_end(self) -> None:
+        """Make sure that a finished fit that is to train more can.
+
+        Raises:
+            NotExactError: If `strict`, and it ended inside an epoch.
+        """
+        # Setting the data up has begun an epoch already, before the state was back: it begins once more.
+        self._loaders.resume_from(self._state.get("loaders", {}))
+        position = self.position
+        if position is not None and 0 < position.batch < self._trainer.num_training_batches:
+            self._fails(
+                f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."
+                " Its epoch was closed there, so the rest of it can't be trained any more"
+            )
+
     def restore(self, run_state: RunState) -> None:
         """Put the state back; to be called when nothing but the next fetch, or what is still owed, comes behind it.
 

@@ -60,26 +60,33 @@ class Run:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.num_fits = 0
-        self.failed = False
+        self.num_open = 0
+        """Fits that have not come to their end: one that is left by an exception never does."""
         self.process_id = os.getpid()
         self._lock = RunLock(directory)
         self._lock.acquire()
         atexit.register(self._end)
 
-    def next_fit(self, *, keep_last: int) -> AutosaveSeries:
+    def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
         """Return the autosaves of the next fit of this process."""
         self.num_fits += 1
+        self.num_open += 1
         return AutosaveSeries(self.directory / f"fit-{self.num_fits}", keep_last=keep_last)
+
+    def end_fit(self) -> None:
+        """Note that a fit came to its end."""
+        self.num_open -= 1
 
     def _end(self) -> None:
         if os.getpid() != self.process_id:
             return
         # The interpreter sets these for an exception that nobody caught.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if not self.failed and uncaught is None:
+        ended_well = self.num_open == 0 and uncaught is None
+        if ended_well:
             self.remove()
         self._lock.release()
-        if not self.failed and uncaught is None:
+        if ended_well:
             _remove_if_empty(self.directory)
 
     def remove(self) -> None:

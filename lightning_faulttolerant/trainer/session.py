@@ -47,7 +47,7 @@ class Session:
         self._options = options
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = _open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
-        self._series = self._run.next_fit(keep_last=options.keep_last)
+        self._series = self._run.begin_fit(keep_last=options.keep_last)
         self._loaders = Loaders(trainer, strict=options.strict)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
@@ -77,6 +77,7 @@ class Session:
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
         wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION_LOADERS))
+        wrap(fit_loop, "run", self._wrap_fit)
         wrap(fit_loop, "on_run_start", self._wrap_fit_start)
         wrap(epoch_loop, "reset", self._wrap_epoch_reset)
         wrap(epoch_loop, "on_run_start", self._wrap_epoch_start)
@@ -85,30 +86,15 @@ class Session:
         wrap(val_loop, "reset", self._wrap_validation_reset)
         wrap(val_loop, "run", self._wrap_validation)
         wrap(val_loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+        wrap(val_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
 
     def finish(self) -> None:
-        """End a fit that came to its end: leave one autosave that says so.
-
-        Raises:
-            TrainingStopped: If a stop was asked for since the last boundary.
-        """
-        resume, signum = self._resume, self._stop.requested
-        try:
-            if resume is not None and resume.is_pending:
-                resume.restore(self._state())
-            elif self.autosaver is not None:
-                self.autosaver.save(position_of(self._trainer, FINISHED))
-        finally:
-            self.close()
-        if signum is not None:
-            self._run.failed = True  # the finished fit is still needed: the script behind it did not run
-            stopped = stopped_by(signum, "behind the end of the fit")
-            rank_zero_info(f"\n{stopped.reason}. Run the same command again to go on with what comes after it.")
-            raise stopped
+        """End a fit that came to its end."""
+        self._run.end_fit()
+        self.close()
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
-        self._run.failed = True
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
             if saves and not self._is_saved(exception):
@@ -201,6 +187,7 @@ class Session:
         """Begin the fit's real work: whatever a finder did before is over."""
         self._stop.install(compat.original_handlers(self._trainer))
         self._run_state = RunState(self._trainer, self._loaders)
+        self._fingerprint.settings()
         if self._resume is not None:
             self._resume.begin()
         origin = self._choice.origin if self._choice is not None else None
@@ -230,10 +217,32 @@ class Session:
 
         return setup_data
 
+    def _wrap_fit(self, original: Method) -> Method:
+        def run() -> None:
+            original()
+            if self.autosaver is not None:
+                self._save_finished(self.autosaver)
+
+        return run
+
+    def _save_finished(self, autosaver: Autosaver) -> None:
+        """Leave one autosave that says that the fit came to its end, or put the state of that end back.
+
+        Raises:
+            TrainingStopped: If a stop was asked for since the last boundary.
+        """
+        if self._resume is not None and self._resume.is_pending:
+            self._resume.restore(self._state())
+        else:
+            autosaver.save(position_of(self._trainer, FINISHED))
+        if self._stop.requested is not None:
+            raise stopped_by(self._stop.requested, "behind the end of the fit")
+
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:
             original()
             if self.autosaver is not None and self._resume is not None and self._resume.is_behind_the_end:
+                self._resume.go_on_behind_the_end()
                 self._resume.restore(self._state())
                 compat.set_not_restarting(self._trainer)
                 self._renews_iterator = True
@@ -309,11 +318,13 @@ class Session:
             if self.autosaver is not None:
                 (self._boundary or self._make_boundary()).before_batch()
             original()
+            self._loaders.begin_fetch()
 
         return before_fetch
 
     def _wrap_after_fetch(self, original: Method) -> Method:
         def after_fetch() -> None:
+            self._loaders.end_fetch()
             original()
             if self._boundary is not None:
                 self._boundary.after_fetch()
@@ -340,6 +351,7 @@ class Session:
             if self._boundary is not None and not self._trainer.sanity_checking:
                 self._boundary.before_validation_batch()
             original()
+            self._loaders.begin_fetch()
 
         return before_fetch
 

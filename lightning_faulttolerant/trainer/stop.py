@@ -64,6 +64,8 @@ class StopSignals:
             _log.warning("Stop signals are not handled: fit does not run in the main thread.")
             return
         for signum in self._signals:
+            if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
+                continue
             self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
             signal.signal(signum, self._handle)
         self._installed.set()

@@ -32,7 +32,8 @@ class Loaders:
         self._trainer = trainer
         self._strict = strict
         self._stage, self._next_index = TRAIN, 0
-        self._is_trainers = False
+        self.is_trainers = False
+        """Whether an iteration that is asked for now is the trainer's own."""
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
@@ -45,11 +46,19 @@ class Loaders:
     @contextlib.contextmanager
     def iterated_by_trainer(self) -> Iterator[None]:
         """Let iterations that are asked for meanwhile be the trainer's own; at other times they are a callback's."""
-        self._is_trainers = True
+        self.begin_fetch()
         try:
             yield
         finally:
-            self._is_trainers = False
+            self.end_fetch()
+
+    def begin_fetch(self) -> None:
+        """Let iterations from here on be the trainer's: of several validation loaders, all but the first begin late."""
+        self.is_trainers = True
+
+    def end_fetch(self) -> None:
+        """End what `begin_fetch` began."""
+        self.is_trainers = False
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
@@ -86,7 +95,7 @@ class Loaders:
             return loader
         tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
         tracker.index_side.strict = self._strict
-        tracker.is_followed = lambda: self._is_trainers
+        tracker.is_followed = lambda: self.is_trainers
         tracker.index_side.not_exact = self.not_exact
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader)

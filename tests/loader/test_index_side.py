@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.index_side import IndexSide, Moment, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import safe, seed
 
 
@@ -191,28 +191,72 @@ class Remembering(ThreadedRandom):
             yield index + 1_000_000 * self.seen
 
 
-def test_sampler_that_draws_as_it_goes_is_noted() -> None:
-    """Where a sampler draws between batches, and others draw too, its batches in flight are kept and it is noted."""
+class BufferShuffle:
+    """Gives indices out of a buffer, from random places of it: what it gives depends on all that it has drawn."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Iterator[int]:
+        buffer = list(range(8))
+        for index in range(8, 38):
+            place = random.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = index
+
+
+class ChunkShuffle:
+    """Draws now and then only: a permutation for each chunk."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, 30, 7):
+            yield from (begin + torch.randperm(7)).tolist()
+
+
+@pytest.mark.parametrize("sampler", [BufferShuffle, ChunkShuffle])
+@pytest.mark.parametrize("cuts", [(1,), (5,), (13,), (29,), (4, 17)])
+def test_sampler_that_draws_as_it_goes_goes_on_exactly(sampler: type, cuts: tuple[int, ...]) -> None:
+    """Where a sampler draws between batches, remembers it, and others draw too: the rest is what it would have been."""
+
+    def others_draw() -> None:
+        random.random()
+        torch.rand(3)
+
+    def run(iterator: Iterator[Any], number: int) -> list[Any]:
+        found = []
+        for _ in range(number):
+            found.append(next(iterator))
+            others_draw()
+        return found
+
     seed(1)
-    side, iterator = begin(ThreadedRandom(), window=3)
-    first = []
-    for _ in range(5):
-        first.append(next(iterator))
-        random.random()  # the loop's own draws, between the sampler's
-    state = safe(record_state(side.record))
-    assert state["draws"] is True
-    seed(2)
-    again, resumed = resume(ThreadedRandom(), state, 3)
-    assert "ThreadedRandom draws random numbers between batches" in again.notes[0]
-    assert [next(resumed), next(resumed)] == first[3:]
+    _, iterator = begin(sampler(), window=3)
+    whole = run(iterator, 30)
+    seed(1)
+    side, iterator = begin(sampler(), window=3)
+    before = 0
+    for cut in cuts:
+        assert run(iterator, cut - before) == whole[before:cut]
+        state, rng = safe(record_state(side.record)), rng_state()
+        seed(2)
+        side, iterator = resume(sampler(), state, cut)
+        side.ensure_open()
+        set_rng_state(rng)
+        before = cut
+    assert run(iterator, 30 - before) == whole[before:]
 
 
-def test_sampler_that_draws_at_its_start_only_is_not_taken_for_one_that_goes_on_drawing() -> None:
-    """A shuffle at the start is no drawing between batches."""
-    side, iterator = begin(RandomSampler(range(9)))
-    for _ in range(4):
-        next(iterator)
-    assert side.record.draws is False
+def test_sampler_of_torch_is_not_watched() -> None:
+    """Torch's own samplers draw at their start, so that nothing is compared at their batches and nothing kept."""
+    for sampler in (RandomSampler(range(9)), BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)):
+        side, iterator = begin(sampler)
+        for _ in range(4):
+            next(iterator)
+        assert not side.may_draw
+        assert side.record.log.pack() == b""
 
 
 def test_window_keeps_the_last_batches_only() -> None:

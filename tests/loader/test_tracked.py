@@ -413,7 +413,7 @@ class Swelling(Dataset[int]):
         return 4
 
     def __getitem__(self, index: int) -> int:
-        self.generators += [random.Random(i) for i in range(100)]
+        self.generators += [random.Random(i) for i in range(200)]
         return index
 
 

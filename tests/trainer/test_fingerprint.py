@@ -210,7 +210,7 @@ def test_parameter_that_is_new_gives_a_line() -> None:
         ({"rate": 0.1}, {"rate": 0.2}, "rate: 0.1 when it was saved, 0.2 now"),
         ({"note": [1, 2]}, {"note": (1, 3)}, "note: [1, 2] when it was saved, [1, 3] now"),
         ({"note": None}, {"note": torch.ones(1)}, "note: None when it was saved, [1.0] now"),
-        ({"note": "a"}, {"note": {"b": 1}}, "note: 'a' when it was saved, \"{'b': 1}\" now"),
+        ({"note": "a"}, {"note": {"b": 1}}, "note: 'a' when it was saved, {'b': 1} now"),
     ],
 )
 def test_each_change_of_a_hyperparameter_gives_a_line(saved: Any, now: Any, expected: str) -> None:

@@ -98,7 +98,7 @@ def test_fits_of_a_process_are_numbered(tmp_path: Path) -> None:
     run = open_run(tmp_path, "numbered")
     try:
         assert open_run(tmp_path / "." / "x" / "..", "numbered") is run
-        directories = [run.next_fit(keep_last=1).directory for _ in range(2)]
+        directories = [run.begin_fit(keep_last=1).directory for _ in range(2)]
         assert directories == [tmp_path / "numbered" / "fit-1", tmp_path / "numbered" / "fit-2"]
     finally:
         run._lock.release()
@@ -110,13 +110,14 @@ import os, sys
 from pathlib import Path
 from lightning_faulttolerant.trainer.run import open_run
 run = open_run(Path(sys.argv[1]), "run")
-path = run.next_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
+path = run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
 if sys.argv[2] == "raises":
     raise RuntimeError("of the user")
 if os.fork() == 0:
     sys.exit(0)  # a child's end, with all that runs at an exit, is not the run's
 os.wait()
 assert path.exists()
+run.end_fit()
 """
 
 

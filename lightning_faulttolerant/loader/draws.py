@@ -1,0 +1,87 @@
+"""A sampler's draws while it goes on, so that starting it again gives the same indices though others drew in between.
+
+A sampler that draws from a generator which the training draws from too gives other indices when it is started again and
+run through. So the state of such a generator is kept for each batch before which somebody else had moved it, as the
+difference from the one kept before: most draws change a few bytes of thousands.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+_ENTRY = struct.Struct("<qqq")  # batch, length of the generator's name, length of the compressed difference
+_DRAW_ONCE = (DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+States = Mapping[str, bytes]
+
+
+class DrawLog:
+    """States of generators in which a sampler drew, by batch."""
+
+    def __init__(self, packed: bytes = b"") -> None:
+        self._entries = [packed] if packed else []
+        self._kept: dict[str, bytes] = {}
+        self._left: dict[str, bytes] = {}
+        for _, states in self.states():
+            self._kept.update(states)
+
+    def note(self, batch: int, before: States, after: States) -> None:
+        """Note the states before and after the sampler gave `batch`."""
+        for name, state in before.items():
+            if after.get(name) == state:
+                continue
+            if batch and self._left.get(name) != state:  # the first batch's states are kept anyway
+                self._add(batch, name, state)
+            self._left[name] = after.get(name, b"")
+
+    def _add(self, batch: int, name: str, state: bytes) -> None:
+        difference = zlib.compress(_xor(state, self._kept.get(name, b"")), 1)
+        encoded = name.encode()
+        self._entries.append(_ENTRY.pack(batch, len(encoded), len(difference)) + encoded + difference)
+        self._kept[name] = state
+
+    def states(self) -> Iterator[tuple[int, dict[str, bytes]]]:
+        """Yield each batch with the states to put back before the sampler gives it, in order."""
+        data = b"".join(self._entries)
+        kept: dict[str, bytes] = {}
+        found: dict[int, dict[str, bytes]] = {}
+        offset = 0
+        while offset < len(data):
+            batch, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
+            name_at = offset + _ENTRY.size
+            offset = name_at + name_bytes + difference_bytes
+            name = data[name_at : name_at + name_bytes].decode()
+            kept[name] = _xor(zlib.decompress(data[name_at + name_bytes : offset]), kept.get(name, b""))
+            found.setdefault(batch, {})[name] = kept[name]
+        yield from found.items()
+
+    def pack(self) -> bytes:
+        """Return the log as bytes, for `DrawLog`."""
+        return b"".join(self._entries)
+
+
+def draws_only_at_its_start(sampler: Any) -> bool:
+    """Return whether torch's own code says that `sampler` draws nothing that others draw too while it goes on."""
+    if type(sampler) is BatchSampler:
+        return draws_only_at_its_start(sampler.sampler)
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None or not sampler.replacement
+    return type(sampler) in _DRAW_ONCE
+
+
+def _xor(state: bytes, other: bytes) -> bytes:
+    size = len(state)
+    other = other[:size].ljust(size, b"\0")
+    return (int.from_bytes(state, "little") ^ int.from_bytes(other, "little")).to_bytes(size, "little")

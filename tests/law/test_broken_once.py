@@ -1,0 +1,295 @@
+"""The law where it was broken once: each case was found by somebody who tried."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.law.test_faults import ALWAYS, EVERY_STEP, RaiseIn
+from tests.law.test_which_run import autosaves, protected, run, tell, told, weights
+from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+
+
+def loader(**arguments: Any) -> DataLoader[Any]:
+    """Return a training loader of 8 batches."""
+    return DataLoader(**{"dataset": NoisyDataset(), "batch_size": 4, **arguments})
+
+
+class BufferSampler(Sampler[int]):
+    """Gives indices out of a buffer, from random places of it."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        buffer = list(range(8))
+        for index in range(8, 40):
+            place = int(torch.randint(len(buffer), ()))
+            yield buffer[place]
+            buffer[place] = index % 32
+
+
+class ChunkSampler(Sampler[int]):
+    """Draws a permutation for each chunk, every third batch."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        for begin in range(0, 32, 12):
+            size = min(12, 32 - begin)
+            yield from (begin + torch.randperm(size)).tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("cut", [3, 6, 13])
+@pytest.mark.parametrize("sampler", [BufferSampler, ChunkSampler])
+def test_sampler_that_draws_between_batches(sampler: type, cut: int, num_workers: int) -> None:
+    """What a sampler remembers of its draws is there again, though dropout and data draw from the same generator."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, train=loader(sampler=sampler(), num_workers=num_workers))
+
+    assert_resumes_exactly(fit, [KillAt(cut)], options=EVERY_STEP)
+
+
+class LateDataset(NoisyDataset):
+    """Makes a generator at its 18th sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_fetched = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_fetched += 1
+        if self.num_fetched == 18:
+            self.late = random.Random(5)
+        drawn = self.late.random() if hasattr(self, "late") else 0.0
+        return super().__getitem__(index) + drawn
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_generator_that_is_made_late(num_workers: int) -> None:
+    """A generator that an object makes in the middle of an epoch belongs to the state from then on.
+
+    Without workers the counter is the user's own; the fit does not depend on it behind the cut.
+    """
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        data = LateDataset()
+        if num_workers == 0:
+            data.num_fetched = 0 if not (directory / "again").exists() else 100
+            (directory / "again").touch()
+        return fit_net(callbacks, directory, train=loader(dataset=data, num_workers=num_workers), max_epochs=1)
+
+    assert_resumes_exactly(fit, [KillAt(6)], options=EVERY_STEP)
+
+
+class ManyBoxes(NoisyDataset):
+    """Keeps annotations by the thousand before its generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.annotations = [{"boxes": [[0.0] * 4 for _ in range(5)]} for _ in range(9000)]
+        self.history = deque([random.Random(3)])
+        self.rng = random.Random(5)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + self.rng.random() + self.history[0].random()
+
+
+def test_generators_beside_large_data() -> None:
+    """Data by the thousand do not hide a generator that stands beside them."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, train=loader(dataset=ManyBoxes()), max_epochs=1)
+
+    assert_resumes_exactly(fit, [KillAt(5)], options=EVERY_STEP)
+
+
+class ExtraState(Net):
+    """Counts its steps in what it adds to the state_dict, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch + self.num_steps, batch_idx)
+
+
+def test_extra_state_of_a_module_behind_an_exception() -> None:
+    """What a module adds to the state_dict is that of the capture, not of the exception."""
+    options = {**ALWAYS, "every_n_train_steps": 100}
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, module=ExtraState())
+
+    [cost] = assert_resumes_exactly(fit, [RaiseIn("on_after_backward", 5)], options=options)
+    assert cost.batch == 5
+
+
+class GathersGradients(Net):
+    """Lets gradients add up over four batches by itself."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 4 == 0:
+            optimizer.zero_grad()
+
+
+def test_gradients_that_the_user_keeps() -> None:
+    """Where the module decides when gradients are cleared, they are part of the state."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, module=GathersGradients())
+
+    assert_resumes_exactly(fit, [KillAt(6)], options=EVERY_STEP)
+
+
+class Reloads(Net):
+    """Makes its training loader itself, with a generator that begins anew with it."""
+
+    def train_dataloader(self) -> Any:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(8), batch_size=4)
+
+
+@pytest.mark.parametrize("cut", [5, 11, 19])
+def test_loaders_are_reloaded_in_the_same_epochs(cut: int) -> None:
+    """With reload_dataloaders_every_n_epochs=2, a resume in an odd epoch reloads where the whole run did."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        arguments = {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 2}
+        trainer = make_trainer(callbacks, directory, **arguments)
+        trainer.fit(Reloads())
+        return trainer
+
+    assert_resumes_exactly(fit, [KillAt(cut)], options=EVERY_STEP)
+
+
+def test_accumulation_that_a_callback_changes_is_no_other_run() -> None:
+    """A GradientAccumulationScheduler does not make the run a different one."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net([*callbacks, GradientAccumulationScheduler({0: 3, 1: 1})], directory)
+
+    assert_resumes_exactly(fit, [KillAt(11)], options=EVERY_STEP)
+
+
+class Holds(Callback):
+    """Draws from a generator of its own in each batch."""
+
+    def __init__(self) -> None:
+        self.generator = random.Random(7)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.layers[0].bias += 0.01 * self.generator.random()
+
+
+def test_callback_with_a_generator_behind_another_number_of_callbacks() -> None:
+    """One callback more or fewer in front of it does not rename a callback's generator."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net([*callbacks, Holds()], directory)
+
+    assert_resumes_exactly(fit, [KillAt(5)], options=EVERY_STEP)
+
+
+class TurnsUnsafe(Callback):
+    """Has a state that stops to be loadable in the middle of the run."""
+
+    def __init__(self) -> None:
+        self.history: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.history.append(np.mean([1.0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": list(self.history)}
+
+
+def test_state_that_turns_unsafe_replaces_no_good_autosave(tmp_path: Path) -> None:
+    """The first state that would not load again is an error at once, and the autosave before it stays."""
+    ended = run(lambda: fit_net([protected(), TurnsUnsafe()], tmp_path))
+    assert ended.exit_code == 1
+    assert "UnsafeCheckpointError" in ended.output
+    assert "batch=2" in autosaves(tmp_path)[-1].name
+
+
+class RaisesToo(Callback):
+    """Fails in the hook in which others clean up."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise RuntimeError("while cleaning up")
+
+
+def test_autosaves_stay_though_another_callback_hides_the_exception(tmp_path: Path) -> None:
+    """A fit that did not come to its end keeps its autosaves, even if nobody told us of its end."""
+
+    def main() -> None:
+        try:
+            fit_net([RaisesToo(), protected(), RaiseIn("on_after_backward", 3)], tmp_path)
+        except RuntimeError:
+            tell(tmp_path, "caught", True)
+
+    assert run(main).exit_code == 0
+    assert told(tmp_path, "caught") == [True]
+    assert autosaves(tmp_path) != []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: int, tmp_path: Path) -> None:
+    """Workers that live on are part of the finished state: more epochs are those of one long fit."""
+
+    def main(name: str, max_epochs: int, kill: bool) -> None:
+        train = loader(shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
+        trainer = fit_net([protected()], tmp_path / name, train=train, max_epochs=max_epochs)
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tell(tmp_path, name, weights(trainer))
+
+    assert run(lambda: main("whole", 3, kill=False)).exit_code == 0
+    assert run(lambda: main("grown", 2, kill=True)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main("grown", 3, kill=False), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "grown") == told(tmp_path, "whole")
+
+
+def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path: Path) -> None:
+    """What lay behind the last step of a fit that max_steps cut inside an epoch is gone: that is said."""
+
+    def main(max_steps: int, kill: bool) -> None:
+        fit_net([protected()], tmp_path, max_epochs=-1, max_steps=max_steps)
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(lambda: main(5, kill=True)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(16, kill=False), seed=99)
+    assert ended.exit_code == 1
+    assert "NotExactError" in ended.output
+    assert "middle of an epoch" in ended.output
