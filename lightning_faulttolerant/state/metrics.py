@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, SumMetric
 
 
 def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
@@ -30,16 +30,30 @@ def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> l
 def metric_state(metric: Metric) -> dict[str, Any]:
     """Return a copy of one metric's state."""
     values = {name: _copy(value) for name, value in metric.metric_state.items()}
-    return {"values": values, "update_count": metric.update_count}
+    return {"values": values, "attributes": _wrapper_attributes(metric), "update_count": metric.update_count}
 
 
 def load_metric(metric: Metric, state: Mapping[str, Any]) -> None:
     """Put one metric back to a state of `metric_state`."""
     for name, value in state["values"].items():
         setattr(metric, name, _copy(value, device=metric.device))
+    for name, value in state["attributes"].items():
+        setattr(metric, name, _copy(value, device=metric.device))
     # torchmetrics has no public way to say that a metric was updated; without it `compute` warns and `sync` misjudges.
     metric._update_count = state["update_count"]
     metric._computed = None
+
+
+def _wrapper_attributes(metric: Metric) -> dict[str, Any]:
+    # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states.
+    if not any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__):
+        return {}
+    known = vars(SumMetric()).keys() | metric.metric_state.keys()
+    return {
+        name: _copy(value)
+        for name, value in vars(metric).items()
+        if name not in known and isinstance(value, (Tensor, int, float, bool))
+    }
 
 
 def _copy(value: Any, device: Any = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
+from torchmetrics import MeanMetric
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law.test_faults import ALWAYS, EVERY_STEP, RaiseIn
-from tests.law.test_which_run import autosaves, protected, run, tell, told, weights
+from tests.law.test_which_run import autosaves, protected, tell, told, weights
+from tests.processes import Script, run
 from tests.runs import Net, NoisyDataset, fit_net, make_trainer
 
 
@@ -293,3 +298,67 @@ def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path
     assert ended.exit_code == 1
     assert "NotExactError" in ended.output
     assert "middle of an epoch" in ended.output
+
+
+class WrappedMetrics(Net):
+    """Keeps extremes and a running mean of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extremes = MinMaxMetric(MeanMetric())
+        self.running = RunningMean(window=3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.extremes.update(loss.detach())
+        self.running.update(loss.detach())
+        found = {f"extreme {name}": value for name, value in self.extremes.compute().items()}
+        self.log_dict({**found, "running": self.running.compute()}, on_step=True)
+        return loss
+
+
+@pytest.mark.parametrize("cut", [5, 11])
+def test_wrappers_of_metrics(cut: int) -> None:
+    """What torchmetrics' wrappers keep in plain attributes is part of the state."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_net(callbacks, directory, module=WrappedMetrics())
+
+    assert_resumes_exactly(fit, [KillAt(cut)], options=EVERY_STEP)
+
+
+class StuckInValidation(NoisyDataset):
+    """Hangs in a worker at its second validation batch, when the run is armed."""
+
+    def __init__(self, armed: Path) -> None:
+        super().__init__(16)
+        self.armed = armed
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 8 and self.armed.exists():
+            self.armed.unlink()
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+
+def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
+    """A process whose validation waits for a stuck worker is gone in time, too, and the run goes on from its start."""
+
+    class Armed(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            (tmp_path / "armed").touch()
+
+    def main(*callbacks: Callback) -> None:
+        validation = DataLoader(StuckInValidation(tmp_path / "armed"), batch_size=4, num_workers=1)
+        fit_net([protected(), *callbacks], tmp_path, validation=validation, max_epochs=1)
+
+    script = Script(lambda: main(Armed()))
+    while not any(tmp_path.rglob("*-batch=7.ckpt")) or (tmp_path / "armed").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    began = time.monotonic()
+    os.kill(script.process_id, signal.SIGTERM)
+    assert script.wait().exit_code == 143
+    assert time.monotonic() - began < 5
+    ended = run(main, seed=99)
+    assert "Resumed exactly at the validation run behind batch 8 of epoch 0" in ended.output
