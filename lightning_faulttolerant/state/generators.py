@@ -46,7 +46,7 @@ class HeldGenerators:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
-        self._watched: list[tuple[dict[Any, Any], int, tuple[Any, ...]]] = []
+        self._watched: list[tuple[Any, int, tuple[Any, ...]]] = []
         self.search()
 
     def __len__(self) -> int:
@@ -62,17 +62,17 @@ class HeldGenerators:
                 self._watch(value)
 
     def refresh(self) -> None:
-        """Look for generators again if any object has an attribute more, or one where it had ``None``."""
-        for attributes, size, empty in self._watched:
-            if len(attributes) != size or any(attributes.get(name) is not None for name in empty):
+        """Look for generators again if an object or a container holds more than it did, or something for a ``None``."""
+        for container, size, empty in self._watched:
+            if len(container) != size or any(_holds(container, key) for key in empty):
                 self.search()
                 return
 
     def _watch(self, value: Any) -> None:
-        attributes = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and len(attributes) <= _MAX_ITEMS:
-            empty = tuple(name for name, child in attributes.items() if child is None)
-            self._watched.append((attributes, len(attributes), empty))
+        container = value if isinstance(value, (dict, list, deque)) else getattr(value, "__dict__", None)
+        if isinstance(container, (dict, list, deque)) and len(container) <= _MAX_ITEMS:
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            self._watched.append((container, len(container), tuple(key for key, child in items if child is None)))
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the state of each generator by its path; one that is gone is left out."""
@@ -188,8 +188,11 @@ def _tagged(kind: str, state: bytes) -> bytes:
     return kind.encode() + b"\n" + state
 
 
-def _find(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    return ((path, value) for path, value in _walk(roots) if is_generator(value))
+def _holds(container: Any, key: Any) -> bool:
+    try:
+        return container[key] is not None
+    except (KeyError, IndexError):  # something else took its place
+        return True
 
 
 def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:

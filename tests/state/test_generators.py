@@ -347,3 +347,35 @@ def test_made_generator_is_in_the_saved_state(seed: int, num_draws: int, kind: s
     made = make_generator(blob)
     assert pack_generator(made) == blob
     assert draw(made) == draw(generator)
+
+
+class Lazy:
+    """Makes generators when they are needed: as an attribute, in a dict, in a list, in place of ``None``."""
+
+    def __init__(self) -> None:
+        self.nothing: Any = None
+        self.by_name: dict[str, Any] = {}
+        self.rows: list[Any] = []
+        self.places: list[Any] = [None, None]
+
+
+@pytest.mark.parametrize("how", ["attribute", "new attribute", "dict", "list", "place"])
+def test_refresh_finds_what_was_made_since(how: str) -> None:
+    """A generator that is made after the search is found by a refresh, wherever it was put."""
+    lazy = Lazy()
+    held = HeldGenerators({"lazy": lazy})
+    held.refresh()
+    assert len(held) == 0
+    made = random.Random(1)
+    if how == "attribute":
+        lazy.nothing = made
+    elif how == "new attribute":
+        lazy.late = made  # type: ignore[attr-defined]
+    elif how == "dict":
+        lazy.by_name["a"] = made
+    elif how == "list":
+        lazy.rows.append(made)
+    else:
+        lazy.places[1] = made
+    held.refresh()
+    assert len(held) == 1
