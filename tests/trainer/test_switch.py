@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.environment import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.runs import fit_net, make_trainer
@@ -92,3 +93,13 @@ def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv(VARIABLE, "0")
     assert fitted([FaultTolerance(tmp_path / "own", run_id="switch-off")], tmp_path) == []
     assert not (tmp_path / "own").exists()
+
+
+def test_trainer_of_the_other_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the environment variable a Trainer of pytorch_lightning raises an error that names the import to change."""
+    other = pytest.importorskip("pytorch_lightning")
+    monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
+    with pytest.raises(UnsupportedTrainerError, match="import lightning.pytorch as pl"):
+        other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monkeypatch.delenv("PL_FAULT_TOLERANT_TRAINING")
+    other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
