@@ -99,7 +99,7 @@ def test_trainer_of_the_other_package_is_told(monkeypatch: pytest.MonkeyPatch) -
     """Under the environment variable a Trainer of pytorch_lightning raises an error that names the import to change."""
     other = pytest.importorskip("pytorch_lightning")
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
-    with pytest.raises(UnsupportedTrainerError, match="import lightning.pytorch as pl"):
+    with pytest.raises(UnsupportedTrainerError, match=r"import lightning\.pytorch as pl"):
         other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     monkeypatch.delenv("PL_FAULT_TOLERANT_TRAINING")
     other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
