@@ -59,6 +59,7 @@ def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -
             raise ZeroDivisionError
 
     def main() -> None:
+        children = set(torch.multiprocessing.active_children())  # of the process that forked this one
         data = NoisyDataset()
         train = DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
         validation = CombinedLoader([DataLoader(NoisyDataset(8), batch_size=4)], "sequential")
@@ -74,7 +75,7 @@ def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -
         assert ([dict(vars(loader)) for loader in (train, inner)], dict(vars(data)), handlers()) == before
         for thing in (train, validation, data, module, trainer):
             assert ours(thing) == [], thing
-        assert torch.multiprocessing.active_children() == []
+        assert set(torch.multiprocessing.active_children()) <= children
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
