@@ -100,7 +100,6 @@ class IndexSide:
         self._is_begun = False
         self._iterator: _IndexIterator | None = None
         self.record = IndexRecord()
-        self.notes: list[str] = []
         self.not_exact: list[str] = []
         self.strict = True
 

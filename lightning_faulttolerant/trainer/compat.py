@@ -152,12 +152,6 @@ def current_hook(trainer: Trainer) -> str | None:
     return name
 
 
-def hooks_behind(trainer: Trainer, hook: str, behind: Callback) -> list[str]:
-    """Return the names of those that override `hook` and run it after `behind`."""
-    later = callbacks(trainer)[callbacks(trainer).index(behind) + 1 :]
-    return [type(c).__name__ for c in later if getattr(type(c), hook, None) is not getattr(Callback, hook, None)]
-
-
 def overrides_save_hook(trainer: Trainer) -> bool:
     """Return whether the module, data module or a user's callback has an ``on_save_checkpoint`` of its own."""
     if type(trainer.lightning_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:

@@ -182,7 +182,7 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
             not_exact=(*self._not_exact, *self._loaders.not_exact),
-            notes=(*notes, *self._loaders.notes()),
+            notes=tuple(notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}

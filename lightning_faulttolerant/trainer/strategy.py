@@ -142,10 +142,6 @@ class Loaders:
                 missing += [f"{place}: {name}" for name in self.trackers[place].held.load_state_dict(held)]
         return missing
 
-    def notes(self) -> list[str]:
-        """Return what was found out about samplers while they were resumed."""
-        return [note for tracker in self.trackers.values() for note in tracker.index_side.notes]
-
     def has_workers(self) -> bool:
         """Return whether training batches come from worker processes."""
         return any(t.num_workers for place, t in self.trackers.items() if place.startswith(TRAIN))

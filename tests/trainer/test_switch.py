@@ -9,9 +9,9 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer.environment import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.processes import run
 from tests.runs import fit_net, make_trainer
 
 
@@ -97,9 +97,15 @@ def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_trainer_of_the_other_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the environment variable a Trainer of pytorch_lightning raises an error that names the import to change."""
-    other = pytest.importorskip("pytorch_lightning")
+
+    def main() -> None:
+        import pytorch_lightning  # in a process of its own: it takes over where Lightning's messages go
+
+        pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+
+    assert run(main).exit_code == 0
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
-    with pytest.raises(UnsupportedTrainerError, match=r"import lightning\.pytorch as pl"):
-        other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    monkeypatch.delenv("PL_FAULT_TOLERANT_TRAINING")
-    other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    refused = run(main)
+    assert refused.exit_code == 1
+    assert "UnsupportedTrainerError" in refused.output
+    assert "import lightning.pytorch as pl" in refused.output
