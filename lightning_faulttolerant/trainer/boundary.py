@@ -81,11 +81,8 @@ class Boundary:
         if signum is None or self.capture is None or not self.has_current_capture():
             self._stop.fetch_began = time.monotonic()
             return
-        self._stop.begin_save()
-        try:
+        with self._stop.saving():
             self._autosaver.save_capture(self.capture)
-        finally:
-            self._stop.end_save()
         raise stopped_by(signum, str(self.capture.position))
 
     def save_interrupted(self) -> bool:
@@ -117,8 +114,5 @@ class Boundary:
     def _save_for_stop(self) -> None:
         position = position_of(self._trainer, BOUNDARY)
         if self._autosaver.saved != position:
-            self._stop.begin_save()
-            try:
+            with self._stop.saving():
                 self._autosaver.save(position)
-            finally:
-                self._stop.end_save()

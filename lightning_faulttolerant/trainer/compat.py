@@ -71,11 +71,6 @@ class Patches:
 # Where the loops and the connectors can be reached into.
 
 
-def boundary_owner(trainer: Trainer) -> Any:
-    """Return the loop whose ``_on_before_fetch`` runs right before each training batch is fetched."""
-    return trainer.fit_loop.epoch_loop
-
-
 def validation_loop(trainer: Trainer) -> Any:
     """Return the loop of validation runs inside ``fit``."""
     return trainer.fit_loop.epoch_loop.val_loop

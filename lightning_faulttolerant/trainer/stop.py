@@ -6,11 +6,12 @@ worker never delivers, or the grace period is over. It sends the signal once mor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ def exit_code(signum: int) -> int:
 
 def stopped_by(signum: int, where: str) -> TrainingStopped:
     """Return the exception that ends the process for a signal."""
-    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}".rstrip())
+    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}")
 
 
 class StopSignals:
@@ -79,13 +80,14 @@ class StopSignals:
                 signal.signal(signum, previous)
         self._previous.clear()
 
-    def begin_save(self) -> None:
-        """Let the watcher wait: the state is being saved."""
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let the watcher wait meanwhile: the state is being saved."""
         self._saving = True
-
-    def end_save(self) -> None:
-        """Let the watcher go on."""
-        self._saving = False
+        try:
+            yield
+        finally:
+            self._saving = False
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._must_raise is not None:

@@ -158,7 +158,7 @@ def test_undo_twice_is_harmless() -> None:
 def test_patches_on_a_real_trainer_leave_nothing(trainer: Trainer) -> None:
     """The loops and connectors of a trainer have, attribute by attribute, what they had."""
     owners = {
-        compat.boundary_owner(trainer): (compat.BEFORE_FETCH, compat.AFTER_FETCH, "reset"),
+        trainer.fit_loop.epoch_loop: (compat.BEFORE_FETCH, compat.AFTER_FETCH, "reset"),
         compat.checkpoint_connector(trainer): ("resume_start", "restore_training_state"),
         compat.signal_connector(trainer): ("register_signal_handlers",),
         compat.validation_loop(trainer): ("run", compat.BEFORE_FETCH),

@@ -202,16 +202,21 @@ def test_watcher_leaves_a_save_alone() -> None:
     """While the state is being saved nobody steps in; afterwards, if the process is still stuck, somebody does."""
     stop = StopSignals(BOTH, grace_seconds=0.05)
     stop.install({})
+    saved: list[bool] = []
+
+    def save_and_wait() -> None:
+        with stop.saving():
+            send(signal.SIGTERM)
+            time.sleep(0.3)
+            saved.append(True)
+        wait_for_signal()
+
     try:
-        stop.begin_save()
-        send(signal.SIGTERM)
-        time.sleep(0.3)
-        saved = threading.Timer(0.05, stop.end_save)
-        saved.start()
         with pytest.raises(TrainingStopped):
-            wait_for_signal()
+            save_and_wait()
     finally:
         stop.uninstall()
+    assert saved == [True]
 
 
 def test_nobody_steps_in_without_a_request(stop: StopSignals) -> None:
