@@ -54,10 +54,6 @@ def why_not_exact(loader: object) -> str | None:
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
     if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
         return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return "its sampler has no length, which is not supported yet"
     return None
 
 
