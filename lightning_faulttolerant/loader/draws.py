@@ -67,6 +67,17 @@ class DrawLog:
             found.setdefault(batch, {})[name] = kept[name]
         yield from found.items()
 
+    def until(self, batch: int) -> DrawLog:
+        """Return the log of the batches before `batch`."""
+        data = b"".join(self._entries)
+        offset = 0
+        while offset < len(data):
+            noted, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
+            if noted >= batch:
+                break
+            offset += _ENTRY.size + name_bytes + difference_bytes
+        return DrawLog(data[:offset])
+
     def pack(self) -> bytes:
         """Return the log as bytes, for `DrawLog`."""
         return b"".join(self._entries)

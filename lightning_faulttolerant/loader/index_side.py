@@ -262,16 +262,27 @@ class _IndexIterator(Iterator[Any]):
         return batch
 
 
-def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave."""
+def plan_from_state(state: Mapping[str, Any], position: int, *, draws_again: bool = False) -> IndexPlan:
+    """Return the plan to resume at batch `position` from what `record_state` gave.
+
+    Args:
+        state: The record.
+        position: The batch to go on with.
+        draws_again: Whether the sampler is to draw the batches behind it anew, as it does without workers: there it
+            draws each right before its samples, from the same random states.
+    """
+    handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
+    if draws_again and handed_out > position:
+        recent = recent[: len(recent) - (handed_out - position)]
+        handed_out, log = position, DrawLog(log).until(position).pack()
     return IndexPlan(
         birth=_moment(state["birth"]),
         start=_moment(state["start"]),
         first=_moment(state["first"]),
         position=position,
-        handed_out=state["handed_out"],
-        log=state["log"],
-        recent=tuple(unpack_indices(state["recent"])),
+        handed_out=handed_out,
+        log=log,
+        recent=tuple(recent),
     )
 
 

@@ -291,7 +291,8 @@ class TrackedLoader:
             self._plan = (birth_plan(record), workers, 0)
             return
         drop = consumed % self.num_workers if self.num_workers else 0
-        self._plan = (plan_from_state(record, consumed - drop), workers, drop)
+        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)
+        self._plan = (plan, workers, drop)
 
     def _forget_iterator(self) -> None:
         vars(self.loader)["_iterator"] = None

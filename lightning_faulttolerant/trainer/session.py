@@ -182,7 +182,7 @@ class Session:
         if save.inexact and hook not in self._warned_of:
             self._warned_of.add(hook)
             reasons = "; ".join(save.inexact)
-            rank_zero_warn(f"A checkpoint saved in {hook or 'a call'} can't be resumed exactly: {reasons}.")
+            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
         return self.autosaver.make_part_for(save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:

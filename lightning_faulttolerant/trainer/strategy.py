@@ -50,6 +50,7 @@ class Loaders:
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
         self._mark: Mark | None = None
+        self._is_marked = False
         self.holds_back = False
         """Whether training iterations that are begun are to be empty: `renew` makes them in the right place."""
         self.fetches_ahead = False
@@ -76,7 +77,7 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = False
+        self.is_trainers = self._is_marked = False
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
@@ -154,6 +155,7 @@ class Loaders:
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         training = self._training()
+        self._is_marked = True
         self._mark = Mark(
             iterations={
                 place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
@@ -166,7 +168,7 @@ class Loaders:
 
     def _before_first_batch(self) -> None:
         # The first batch of all is fetched while the loaders are set up, before anybody could tell.
-        if compat.fetches_ahead(self._trainer):
+        if not self._is_marked and compat.fetches_ahead(self._trainer):
             self.mark()
 
     def _training(self) -> dict[str, TrackedLoader]:

@@ -108,6 +108,7 @@ def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, 
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)], **arguments, **epochs)
 
 
+@pytest.mark.filterwarnings("ignore:Your .val_dataloader.*shuffling")
 @pytest.mark.parametrize(("hook", "at"), [("on_validation_batch_end", 2), ("on_validation_end", 1)])
 def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
     """Saved inside the second loader, or behind it, every validation batch comes once in its order."""
@@ -193,7 +194,6 @@ class Teacher(Net):
         self.teacher += next(self.parameters()).sum().detach()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> None:
     """A teacher that the module moves behind the save would be a step old for ever: said when saving, then refused."""
 
@@ -228,7 +228,6 @@ def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> Non
     assert newest.exists()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_save_behind_the_optimizer_step_is_refused(tmp_path: Path) -> None:
     """Between the step and the end of the batch there is no state to go on from: said, and refused."""
 

@@ -36,18 +36,12 @@ def iterable() -> DataLoader:
     return DataLoader(Squares(), batch_size=4)
 
 
-def unsized() -> DataLoader:
-    """Return a loader that does not know its length."""
-    return DataLoader(NoisyDataset(), batch_size=4, sampler=UnsizedSampler())
-
-
 each_loader = pytest.mark.parametrize(
     ("make_loader", "reason"),
     [
         (out_of_order, "with in_order=False the order of its batches depends on the speed of its workers"),
         (already_iterated, "it already holds an iterator of its own"),
         (iterable, "its data set is iterable"),
-        (unsized, "its sampler has no length"),
     ],
 )
 
