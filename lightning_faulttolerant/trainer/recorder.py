@@ -59,7 +59,9 @@ class Recorder(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         rates = [[exact(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
         fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
-        self.write("step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates, **fetched)
+        self.write(
+            "step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates, **fetched
+        )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that a validation run begins."""

@@ -239,6 +239,8 @@ def test_save_behind_the_optimizer_step_is_refused(tmp_path: Path) -> None:
 
     saved = run(lambda: fit_net([protected()], tmp_path / "first", module=Saves()))
     assert "parameters have moved" in saved.output
-    refused = run(lambda: fit_net([protected()], tmp_path / "second", module=Saves(), ckpt_path=tmp_path / "theirs.ckpt"))
+    refused = run(
+        lambda: fit_net([protected()], tmp_path / "second", module=Saves(), ckpt_path=tmp_path / "theirs.ckpt")
+    )
     assert refused.exit_code == 1
     assert "parameters have moved" in refused.output

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import CountingSampler, NoisyDataset, Squares, UnsizedSampler, fit_net
+from tests.runs import CountingSampler, NoisyDataset, Squares, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 

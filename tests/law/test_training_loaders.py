@@ -24,7 +24,6 @@ from tests.runs import (
 )
 
 # The long one has 8 batches, the short one 3: it is in its second and third cycle at the cuts.
-MODES = ("min_size", "max_size", "max_size_cycle")
 
 
 def pair(num_workers: int, **arguments: Any) -> dict[str, DataLoader[Any]]:
@@ -42,6 +41,7 @@ def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
     assert_goes_on(cut, train=lambda: pair(num_workers), module=TwoLoaders)
 
 
+@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
 @each_num_workers
 @pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
 def test_mode_of_a_combined_loader(mode: str, num_workers: int) -> None:
@@ -120,7 +120,7 @@ def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut
     assert_goes_on(cut, train=train, limit_train_batches=8)
 
 
-@pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @each_cut
 @each_num_workers
 def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
@@ -132,7 +132,7 @@ def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @each_num_workers
 def test_two_fetches_a_step(num_workers: int) -> None:
     """A step may fetch more than once: an epoch of 8 batches has 4 steps."""

@@ -56,6 +56,13 @@ OTHER_NAMES = {
     "_loaded_from_state_dict": "trainer.fit_loop",
     "_should_accumulate": "trainer.fit_loop.epoch_loop",
     "_iterator": "trainer.fit_loop._combined_loader",
+    "_idx": "trainer.fit_loop._combined_loader._iterator",
+    "_consumed": "trainer.fit_loop._combined_loader._iterator",
+    "_resuming_from_checkpoint": "trainer.fit_loop",
+    "_skip_next_val": "trainer.fit_loop.epoch_loop",
+    "_module_mode": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_end": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_model_train": "trainer.fit_loop.epoch_loop.val_loop",
 }
 
 
