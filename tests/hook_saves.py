@@ -88,7 +88,7 @@ def assert_goes_on_from(
     validation: Callable[[], Any] | None = None,
     **arguments: Any,
 ) -> None:
-    """Hold a fit of what the callables make to the law, resumed from the checkpoint that one of them saves in `hook`."""
+    """Hold a fit of what the callables make to the law, resumed from the checkpoint that one saves in `hook`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         origin = directory / _FROM

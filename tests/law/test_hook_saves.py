@@ -42,7 +42,7 @@ each_call = pytest.mark.parametrize(("hook", "at"), CALLS, ids=[f"{hook}-{at}" f
 
 @each_call
 def test_saved_by_a_callback(hook: str, at: int) -> None:
-    """Whatever hook of a callback it was saved in, the run that goes on from it is the rest of the uninterrupted one."""
+    """Whatever hook of a callback it was saved in, the run that goes on is the rest of the uninterrupted one."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)])
 
 
