@@ -67,9 +67,7 @@ CASES = {
     "shuffled, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, shuffle=True),
     "metrics": Case(model=MetricsModel, num_workers=0, target=1.05),
     "metrics, 2 workers": Case(model=MetricsModel, num_workers=2, target=1.05),
-    "conv net, 2 workers": Case(
-        model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.2
-    ),
+    "conv net, 2 workers": Case(model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.2),
 }
 
 
@@ -122,7 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
     parser.add_argument("--rounds", type=int, default=15, help="fits of each variant (default: 15)")
     parser.add_argument("--steps", type=int, default=1500, help="steps of a fit (default: 1500)")
-    parser.add_argument("--quick", action="store_true", help="a few short fits, to see that it runs: figures mean nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short fits, to see that it runs: figures mean nothing"
+    )
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -135,7 +135,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.case or CASES:
             found = measure(CASES[name], rounds=options.rounds, steps=options.steps, directory=Path(directory))
             results[name] = found
-            ours, empty, mean = (found["ratios"][key] for key in ("with, lower half", "empty, lower half", "with, mean"))
+            ours, empty, mean = (
+                found["ratios"][key] for key in ("with, lower half", "empty, lower half", "with, mean")
+            )
             spread = f"({ours['low']:.3f}-{ours['high']:.3f})"
             print(
                 f"{name:22} {found['step_us']:6.0f} us {'x%.3f' % empty['median']:>15} {'x%.3f' % ours['median']:>7}"

@@ -139,10 +139,9 @@ def pack_generator(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return _tagged(f"torch:{generator.device}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
-        return _tagged("python", packing.pack_random(generator.getstate()))
-    if hasattr(generator, "get_state"):
-        return _tagged("numpy.RandomState", packing.pack_numpy(generator.get_state(legacy=False)))
-    return _tagged("numpy.Generator", packing.pack_numpy(generator.bit_generator.state))
+        return _tagged("python", packing.random_state(generator))
+    kind = "numpy.RandomState" if hasattr(generator, "get_state") else "numpy.Generator"
+    return _tagged(kind, packing.numpy_state(generator))
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:
