@@ -81,6 +81,13 @@ def draws_only_at_its_start(sampler: Any) -> bool:
     return type(sampler) in _DRAW_ONCE
 
 
+def generators_of(sampler: Any) -> list[Any]:
+    """Return the generators that `sampler`, one of torch's own, was given, and those of the samplers inside it."""
+    own = getattr(sampler, "generator", None)
+    inner = getattr(sampler, "sampler", None)
+    return ([] if own is None else [own]) + ([] if inner is None else generators_of(inner))
+
+
 def _xor(state: bytes, other: bytes) -> bytes:
     size = len(state)
     other = other[:size].ljust(size, b"\0")

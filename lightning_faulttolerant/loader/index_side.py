@@ -16,10 +16,10 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start
+from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +87,16 @@ class IndexSide:
         sampler: The loader's own; every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
+        has_workers: Whether the loader has workers, which are made from the random states that they find.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], *, held: HeldGenerators, window: int, has_workers: bool = True
+    ) -> None:
         self._sampler = sampler
         self._held = held
         self._window = window
+        self._has_workers = has_workers
         self.may_draw = not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
@@ -128,11 +132,12 @@ class IndexSide:
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
                 " followed. Let it call super().__iter__()."
             )
-        now = self.moment()
         # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
         # starts the iterator that is used.
-        if self._birth is None:
-            self._birth = now
+        # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
+        now = self._start_moment() if self._plan is None else self.moment()
+        if self._birth is None and self._has_workers:
+            self._birth = self.moment()
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
                 self.restore(self._birth)
@@ -159,21 +164,31 @@ class IndexSide:
 
     def moment(self) -> Moment:
         """Return the random states of this instant."""
-        epochs = [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
-        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=epochs)
+        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
+
+    def _start_moment(self) -> Moment:
+        """Return those random states of this instant that the sampler may draw from when it is started."""
+        if self.may_draw:
+            return self.moment()
+        # torch's own samplers draw from torch's generator or from one that they were given.
+        held = self._held.state_dict(of=generators_of(self._sampler))
+        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs())
+
+    def _epochs(self) -> list[int | None]:
+        return [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
 
     def open(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         record = self.record
         if plan is None:
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
         if plan.start is None or plan.first is None:
             assert record.start is not None
             self.restore(record.start)
             indices = iter(self._sampler)
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
         self.restore(plan.start)
         indices = iter(self._sampler)

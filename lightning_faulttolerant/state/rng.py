@@ -30,11 +30,16 @@ def rng_state() -> dict[str, bytes]:
     numpy_random = _numpy_random()
     if numpy_random is not None:
         state["numpy"] = packing.numpy_state(_generator_of(numpy_random.get_state) or numpy_random)
-    state["torch"] = packing.pack_torch(torch.default_generator.get_state())
+    state |= torch_rng_state()
     for name, module in _initialised_accelerators():
         for index in range(module.device_count()):
             state[f"{name}:{index}"] = packing.pack_torch(module.get_rng_state(index))
     return state
+
+
+def torch_rng_state() -> dict[str, bytes]:
+    """Return the state of torch's global generator alone."""
+    return {"torch": packing.pack_torch(torch.default_generator.get_state())}
 
 
 def set_rng_state(state: Mapping[str, bytes]) -> None:
