@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -110,16 +111,22 @@ class TrackedLoader:
         self._is_taken = False
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
+        self.is_held_back: Callable[[], bool] = lambda: False
+        """Whether an iteration that is asked for now is to be empty, since it will be made anew at the right place."""
+        self.on_first_batch: Callable[[], None] = lambda: None
+        """Called right before the first batch of an iteration is asked for."""
         self._rings_aside: list[WorkerRing] = []
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
         self._resumed_states: list[WorkerState] | None = None
+        self.iteration: Iteration | None = None
+        """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
             held=self.held,
-            window=self._in_flight + self.num_workers + 1,
+            window=self._in_flight + self.num_workers + 2,
             has_workers=self.num_workers > 0,
         )
         self._worker_side: WorkerSide | None = None
@@ -171,18 +178,31 @@ class TrackedLoader:
         """
         if not (self._is_asked or self.is_followed()):
             return self._iterate_aside(make_iterator)
+        if self.is_held_back():
+            self._is_asked = False
+            return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
         self._is_asked = self._is_taken = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
-        iterator = make_iterator()
+        batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
-            for _ in range(drop):
-                next(iterator)
+            batches.drop(drop)
             self.index_side.restore(before)
-        return iterator
+        return batches
+
+    def _started(self) -> Iteration:
+        record = self.index_side.record
+        self.iteration = Iteration(
+            record=record,
+            ring=self._ring,
+            fetched_before=list(self._fetched_before),
+            resumed_states=self._resumed_states,
+            num_out=record.first_batch,
+        )
+        return self.iteration
 
     def _iterate_aside(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make an iterator for somebody else, beside the iteration that is followed."""
@@ -227,50 +247,42 @@ class TrackedLoader:
             for worker, before in enumerate(self._fetched_before)
         ]
 
-    def state_dict(self, consumed: int | None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: Iteration | None = None) -> dict[str, Any]:
         """Return the position.
 
         Args:
-            consumed: How many batches of the iteration that is under way have been used; ``None`` between iterations.
+            consumed: How many batches of the iteration have been used; ``None`` between iterations.
+            iteration: Which; the one that is under way by default.
 
         Raises:
             NotExactError: If a worker's state of that position is not there.
         """
         if self._unused_state is not None:  # resumed, and not iterated since: still where it was
             return copy.deepcopy(self._unused_state)
-        if consumed is None or self._is_asked:
-            workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
-            kept = record_state(self.index_side.record) if workers is not None else None
-            return {"consumed": None, "record": kept, "workers": workers}
+        if iteration is None:
+            iteration = self.iteration
+        if iteration is None or consumed is None or self._is_asked:
+            return self._state_between(iteration)
         if self._is_taken:
             raise NotExactError(
                 "Somebody else has iterated over the training loader in the middle of its epoch, and its persistent"
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
-        record = self.index_side.record
+        record = iteration.record
         counts = None
         if self.num_workers:
             # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
             rounds = (consumed - record.first_batch) // self.num_workers
-            counts = [before + rounds for before in self._fetched_before]
-        workers = None if counts is None or self._starts_fresh(counts) else self._worker_states(counts)
+            counts = [before + rounds for before in iteration.fetched_before]
+        workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
         return {"consumed": consumed, "record": record_state(record), "workers": workers}
 
-    def _starts_fresh(self, counts: list[int]) -> bool:
-        # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
-        return not any(counts) and self._resumed_states is None
-
-    def _worker_states(self, counts: list[int]) -> list[WorkerState]:
-        assert self._ring is not None
-        if not any(counts) and self._resumed_states is not None:
-            return self._resumed_states
-        try:
-            return [unpack_worker_state(self._ring.get(worker, count)) for worker, count in enumerate(counts)]
-        except LookupError as error:
-            raise NotExactError(
-                f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-                " samples could not go on exactly."
-            ) from error
+    def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
+        workers = None
+        if iteration is not None and self.num_workers and self._has_living_workers:
+            workers = _worker_states(iteration, self._fetched())
+        kept = record_state(self.index_side.record) if workers is not None else None
+        return {"consumed": None, "record": kept, "workers": workers}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
@@ -328,3 +340,21 @@ def _default_sigchld() -> Iterator[None]:
     finally:
         if handler is not None:
             signal.signal(signal.SIGCHLD, handler)
+
+
+def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
+    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
+    return not any(counts) and iteration.resumed_states is None
+
+
+def _worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
+    assert iteration.ring is not None
+    if not any(counts) and iteration.resumed_states is not None:
+        return iteration.resumed_states
+    try:
+        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
+    except LookupError as error:
+        raise NotExactError(
+            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+            " samples could not go on exactly."
+        ) from error
