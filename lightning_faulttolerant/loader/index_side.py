@@ -18,6 +18,7 @@ from typing import Any
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
@@ -90,9 +91,7 @@ class IndexSide:
         has_workers: Whether the loader has workers, which are made from the random states that they find.
     """
 
-    def __init__(
-        self, sampler: Iterable[Any], *, held: HeldGenerators, window: int, has_workers: bool = True
-    ) -> None:
+    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int, has_workers: bool = True) -> None:
         self._sampler = sampler
         self._held = held
         self._window = window
@@ -144,8 +143,13 @@ class IndexSide:
         self.record.birth = self._birth
         if self._plan is None or self.record.start is None:
             self.record.start = now
-        self._iterator = _IndexIterator(self, iter(self._sampler))
+        self._iterator = _IndexIterator(self, self._started())
         return self._iterator
+
+    def _started(self) -> Iterator[Any]:
+        if self._plan is not None and not self.may_draw:
+            return iter(())  # it is started again in `open`; a list of millions of indices is not made twice
+        return iter(self._sampler)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -190,12 +194,16 @@ class IndexSide:
             indices = iter(self._sampler)
             record.first = self._start_moment()
             return indices
-        self.restore(plan.start)
-        indices = iter(self._sampler)
-        self.restore(plan.first)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
-        return self._skip(indices, plan)
+        self.restore(plan.first)
+        rest = self._skip_at_once(plan)
+        if rest is None:
+            self.restore(plan.start)
+            indices = iter(self._sampler)
+            self.restore(plan.first)
+            rest = self._skip(indices, plan)
+        return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
@@ -204,6 +212,18 @@ class IndexSide:
             return next(indices)
         finally:
             self.record.log.note(self.record.handed_out, before, self.moment().states())
+
+    def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
+        """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
+        known = plan.handed_out - len(plan.recent)
+        indices = rest_of(self._sampler, known) if known and not plan.log and not self.may_draw else None
+        if indices is None:
+            return None
+        replayed = list(islice(indices, len(plan.recent)))
+        if pack_indices(replayed) != pack_indices(list(plan.recent)):
+            _log.info("%s is run through: skipping it did not give its last batches.", type(self._sampler).__name__)
+            return None
+        return _chain(plan.recent[plan.position - known :], indices)
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
         known = plan.handed_out - len(plan.recent)
