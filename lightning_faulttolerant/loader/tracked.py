@@ -123,6 +123,7 @@ class TrackedLoader:
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
             held=self.held,
             window=self._in_flight + self.num_workers + 2,
+            has_workers=self.num_workers > 0,
         )
         self._worker_side: WorkerSide | None = None
         if self.num_workers:
