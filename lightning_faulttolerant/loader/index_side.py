@@ -87,13 +87,15 @@ class IndexSide:
         sampler: The loader's own; every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
+        is_endless: Whether it is torch's for an iterable data set, which gives no indices.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int) -> None:
+    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int, is_endless: bool = False) -> None:
         self._sampler = sampler
         self._held = held
         self._window = window
-        self.may_draw = not draws_only_at_its_start(sampler)
+        self.is_endless = is_endless
+        self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
@@ -191,6 +193,8 @@ class IndexSide:
             self.record.log.note(self.record.handed_out, before, self.moment().states())
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        if self.is_endless:
+            return indices
         known = plan.handed_out - len(plan.recent)
         replayed = list(self._replay(indices, plan)[known:])
         if pack_indices(replayed) != pack_indices(list(plan.recent)):
