@@ -187,6 +187,8 @@ class IterableSide(IterableDataset[Any]):
         set_rng_state(before.rng)
         self._held.load_state_dict(before.held)
         self.on_begin()
+        if record.has_ended:
+            self.on_end(record)
         return _Samples(self, samples, record)
 
     def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:

@@ -80,7 +80,8 @@ class WorkerSide:
         self.ring.register(worker_id, os.getpid())
         self._handle_signals()
         if self.iterable is not None:
-            vars(get_worker_info())["dataset"] = self.iterable.user_dataset
+            # Users are to see their own object; torch's class forbids a plain assignment.
+            object.__setattr__(get_worker_info(), "dataset", self.iterable.user_dataset)
         if self._init_fn is not None:
             self._init_fn(worker_id)
         self._held = HeldGenerators(self._roots())
