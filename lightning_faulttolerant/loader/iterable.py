@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -108,7 +107,7 @@ class IterableSide(IterableDataset[Any]):
         self.on_end: Callable[[IterableRecord], None] = lambda record: None
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # noqa: D105 - users ask of which class their data set is
+    def __class__(self) -> type:
         return type(self.user_dataset)
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +177,7 @@ class IterableSide(IterableDataset[Any]):
             self.user_dataset.load_state_dict(plan["state"])
         samples = iter(self.user_dataset)
         if record.way == _ITERATOR:
-            samples.load_state_dict(plan["state"])  # type: ignore[attr-defined]
+            samples.load_state_dict(plan["state"])
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
         if record.way == _REPLAY:
             self._replay(samples, record)

@@ -6,7 +6,6 @@ modified.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import multiprocessing
@@ -20,6 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.children import default_sigchld
 from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
@@ -364,7 +364,7 @@ class TrackedLoader:
         if not workers:
             return
         # torch's handler of SIGCHLD raises in the main process when a worker is killed.
-        with _default_sigchld():
+        with default_sigchld():
             for worker in workers:
                 worker.terminate()
             deadline = time.monotonic() + timeout_seconds
@@ -373,20 +373,6 @@ class TrackedLoader:
                 if worker.is_alive() and worker.pid is not None:
                     os.kill(worker.pid, signal.SIGKILL)
                     worker.join(timeout_seconds)
-
-
-@contextlib.contextmanager
-def _default_sigchld() -> Iterator[None]:
-    """Let children die unnoticed."""
-    try:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except (ValueError, AttributeError):  # not the main thread, or no such signal here
-        handler = None
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGCHLD, handler)
 
 
 def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The law for iterable data sets: they go on with the sample that is next, whether they have a state or are replayed."""
+"""The law for iterable data sets: they go on with the sample that is next, by their state or by a replay."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class StatefulStream(SizedStream):
         self.num_begun, self.next, self.resumed_at = 0, 0, 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        if not self.resumed_at:
-            self.num_begun += 1
+        begin, self.resumed_at = self.resumed_at, 0
+        self.num_begun += not begin
         numbers = self.numbers()
-        for self.next in range(self.resumed_at + 1, len(numbers) + 1):
-            yield self.sample(numbers[self.next - 1] + self.num_begun)
-        self.resumed_at = self.next = 0
+        for index in range(begin, len(numbers)):
+            self.next = index + 1
+            yield self.sample(numbers[index] + self.num_begun)
 
     def state_dict(self) -> dict[str, int]:
         """Return where it is."""
@@ -190,7 +190,7 @@ def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
     if "batch_size" in arguments:
         arguments = {**arguments, "collate_fn": lambda sample: sample.expand(4, 4) + torch.randn(4, 4)}
     train = loader(UnevenStream, num_workers, **arguments)
-    assert_goes_on(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=train, max_epochs=1)
+    assert_goes_on(Cut(kill=6, every=1, goes_on_at=(0, 6)), train=train, max_epochs=1)
 
 
 @each_num_workers
