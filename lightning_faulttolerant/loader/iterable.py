@@ -1,7 +1,7 @@
 """An iterable data set that can say how far its iteration is, and be brought there again.
 
-Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from the
-random states of its beginning, and the samples that were drawn are drawn and dropped, without collating or sending them.
+Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
+the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
-_OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing", "_way",
-                  "record", "on_begin", "on_end"})  # fmt: skip
+_OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
+                  "_way", "record", "on_begin", "on_end"})  # fmt: skip
 _PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
 
 Position = dict[str, Any]
@@ -81,8 +81,8 @@ class IterableRecord:
             if count == num_batches:
                 return position
         raise NotExactError(
-            f"Where the iterable data set was after {num_batches} batches is not known any more: {self.num_batches} were"
-            " fetched meanwhile. Its samples could not go on exactly."
+            f"Where the iterable data set was after {num_batches} batches is not known any more: {self.num_batches}"
+            " were fetched meanwhile. Its samples could not go on exactly."
         )
 
 
@@ -241,6 +241,9 @@ class IterableSide(IterableDataset[Any]):
         except StopIteration:
             if not record.has_ended:
                 record.has_ended = True
+                self._note_draws(record)
+                if record.num_left:
+                    record.digest = sample_digest(record.last)
                 self.on_end(record)
             raise
         record.num_samples += 1
@@ -256,15 +259,19 @@ class IterableSide(IterableDataset[Any]):
         return collate_fn(samples)
 
     def _note_batch(self, record: IterableRecord) -> None:
-        if record.batch_begun is not None:
-            at, before = record.batch_begun
-            record.log.note(at, before, self._moment().states())
-            record.batch_begun = None
-        record.digest, record.last = sample_digest(record.last), None
+        self._note_draws(record)
+        if record.num_left:
+            record.digest, record.last = sample_digest(record.last), None
         record.num_left = 0
         record.num_batches += 1
         if not self._in_worker:
             record.positions.append((record.num_batches, record.position()))
+
+    def _note_draws(self, record: IterableRecord) -> None:
+        if record.batch_begun is not None:
+            at, before = record.batch_begun
+            record.log.note(at, before, self._moment().states())
+            record.batch_begun = None
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
