@@ -124,7 +124,7 @@ def be_quiet() -> None:
 
 def machine() -> dict[str, str]:
     """Return what the figures were measured on."""
-    import lightning  # noqa: PLC0415 - the parts of it used above have no version
+    import lightning
 
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

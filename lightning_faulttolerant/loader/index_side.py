@@ -89,14 +89,24 @@ class IndexSide:
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
         has_workers: Whether the loader has workers, which are made from the random states that they find.
+        is_endless: Whether it is torch's for an iterable data set, which gives no indices.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int, has_workers: bool = True) -> None:
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        *,
+        held: HeldGenerators,
+        window: int,
+        has_workers: bool = True,
+        is_endless: bool = False,
+    ) -> None:
         self._sampler = sampler
         self._held = held
         self._window = window
         self._has_workers = has_workers
-        self.may_draw = not draws_only_at_its_start(sampler)
+        self.is_endless = is_endless
+        self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
@@ -226,6 +236,8 @@ class IndexSide:
         return _chain(plan.recent[plan.position - known :], indices)
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        if self.is_endless:
+            return indices
         known = plan.handed_out - len(plan.recent)
         replayed = list(self._replay(indices, plan)[known:])
         if pack_indices(replayed) != pack_indices(list(plan.recent)):

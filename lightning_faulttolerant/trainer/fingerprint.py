@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 
@@ -114,8 +114,9 @@ def _sampler_name(loader: DataLoader[Any]) -> str:
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(dataset).__qualname__}
-    with contextlib.suppress(TypeError, NotImplementedError):
-        found["length"] = len(dataset)
+    if not isinstance(dataset, IterableDataset):  # its length may be the work of the data set's own code
+        with contextlib.suppress(TypeError, NotImplementedError):
+            found["length"] = len(dataset)
     if isinstance(dataset, Subset):
         found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
