@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -40,6 +40,7 @@ VARIANTS: dict[str, Callable[[], list[Callback]]] = {
     "with": lambda: [FaultTolerance()],
 }
 _WARM_UP_STEPS = 30
+_CHOICES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ CASES = {
     "shuffled, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, shuffle=True),
     "metrics": Case(model=MetricsModel, num_workers=0, target=1.05),
     "metrics, 2 workers": Case(model=MetricsModel, num_workers=2, target=1.05),
-    "conv net, 2 workers": Case(model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.2),
+    "conv net, 2 workers": Case(model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.25),
 }
 
 
@@ -82,44 +83,49 @@ def step_times(case: Case, variant: str, steps: int, directory: Path) -> list[fl
     return [after - before for before, after in zip(began[_WARM_UP_STEPS:], began[_WARM_UP_STEPS + 1 :], strict=False)]
 
 
-def lower_half(times: list[float]) -> float:
+def lower_half(times: Tensor) -> float:
     """Return the mean of the shorter half of the steps: what others do on the machine only ever makes steps longer."""
-    return statistics.fmean(sorted(times)[: max(1, len(times) // 2)])
+    return times.sort().values[: max(1, len(times) // 2)].mean().item()
 
 
 def measure(case: Case, *, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
-    """Return the step times of each variant, and the ratios to the fit without, round by round."""
+    """Return the step times of each variant, and their ratios to those of the fit without."""
     steps = max(_WARM_UP_STEPS + 10, int(steps * case.steps_share))
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    found: dict[str, list[Tensor]] = {variant: [] for variant in VARIANTS}
     order = list(VARIANTS)
     for _ in range(rounds):
         random.shuffle(order)  # so that no variant always follows the same one
         for variant in order:
-            times = step_times(case, variant, steps, directory)
-            found[variant].append(
-                {"lower half": lower_half(times), "median": statistics.median(times), "mean": statistics.fmean(times)}
-            )
-    ratios = {
-        f"{variant}, {what}": _ratios([one[what] for one in found[variant]], [one[what] for one in found["without"]])
-        for variant in ("empty", "with")
-        for what in ("lower half", "median", "mean")
+            found[variant].append(torch.tensor(step_times(case, variant, steps, directory), dtype=torch.float64))
+    ratios = {variant: _ratio(found[variant], found["without"], lower_half) for variant in ("empty", "with")}
+    return {
+        "step_us": lower_half(torch.cat(found["without"])) * 1e6,
+        "steps": steps,
+        "rounds": rounds,
+        "target": case.target,
+        **ratios,
+        "with, all steps": _ratio(found["with"], found["without"], lambda times: times.mean().item()),
     }
-    base = statistics.median(one["lower half"] for one in found["without"])
-    return {"step_us": base * 1e6, "steps": steps, "rounds": rounds, "target": case.target, "ratios": ratios}
 
 
-def _ratios(values: list[float], bases: list[float]) -> dict[str, float]:
-    ratios = sorted(value / base for value, base in zip(values, bases, strict=True))
-    quarter = len(ratios) // 4
-    return {"median": statistics.median(ratios), "low": ratios[quarter], "high": ratios[len(ratios) - 1 - quarter]}
+def _ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
+    """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn anew, lie."""
+    rounds = range(len(times))
+    ratios = []
+    for _ in range(_CHOICES):
+        chosen = random.choices(rounds, k=len(times))
+        ratios.append(of(torch.cat([times[i] for i in chosen])) / of(torch.cat([bases[i] for i in chosen])))
+    ratios.sort()
+    ratio = of(torch.cat(times)) / of(torch.cat(bases))
+    return {"ratio": ratio, "low": ratios[_CHOICES // 20], "high": ratios[-1 - _CHOICES // 20]}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the cases asked for, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
-    parser.add_argument("--rounds", type=int, default=15, help="fits of each variant (default: 15)")
-    parser.add_argument("--steps", type=int, default=1500, help="steps of a fit (default: 1500)")
+    parser.add_argument("--rounds", type=int, default=40, help="fits of each variant (default: 40)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of a fit (default: 500)")
     parser.add_argument(
         "--quick", action="store_true", help="a few short fits, to see that it runs: figures mean nothing"
     )
@@ -130,18 +136,18 @@ def main(arguments: list[str] | None = None) -> None:
     be_quiet()
     torch.set_num_threads(1)
     results = {}
-    print(f"{'case':22} {'step':>9} {'empty callback':>15} {'with':>7} {'(quartiles)':>15} {'mean':>7} {'target':>7}")
+    print(
+        f"{'case':22} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
+    )
     with tempfile.TemporaryDirectory() as directory:
         for name in options.case or CASES:
             found = measure(CASES[name], rounds=options.rounds, steps=options.steps, directory=Path(directory))
             results[name] = found
-            ours, empty, mean = (
-                found["ratios"][key] for key in ("with, lower half", "empty, lower half", "with, mean")
-            )
-            spread = f"({ours['low']:.3f}-{ours['high']:.3f})"
+            empty, ours, whole = (f"x{found[key]['ratio']:.3f}" for key in ("empty", "with", "with, all steps"))
+            spread = f"({found['with']['low']:.3f}-{found['with']['high']:.3f})"
             print(
-                f"{name:22} {found['step_us']:6.0f} us {'x%.3f' % empty['median']:>15} {'x%.3f' % ours['median']:>7}"
-                f" {spread:>15} {'x%.3f' % mean['median']:>7} {'x%.2f' % found['target']:>7}",
+                f"{name:22} {found['step_us']:7.0f} us {empty:>15} {ours:>7} {spread:>15} {whole:>10}"
+                f" {found['target']:>7.2f}",
                 flush=True,
             )
     if options.output is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -119,13 +120,10 @@ def be_quiet() -> None:
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_faulttolerant"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("POSSIBLE_USER_WARNINGS", "off")
 
 
 def machine() -> dict[str, str]:
     """Return what the figures were measured on."""
-    import lightning
-
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
