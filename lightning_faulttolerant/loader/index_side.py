@@ -18,6 +18,7 @@ from typing import Any
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -55,7 +56,8 @@ class IndexRecord:
     """Where one iteration over the index sampler is.
 
     ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
-    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out.
+    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out. Where
+    samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
     """
 
     first_batch: int = 0
@@ -65,6 +67,8 @@ class IndexRecord:
     first: Moment | None = None
     log: DrawLog = field(default_factory=DrawLog)
     recent: deque[Any] = field(default_factory=deque)
+    epoch: int = 0
+    num_samples: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +82,7 @@ class IndexPlan:
     handed_out: int = 0
     log: bytes = b""
     recent: tuple[Any, ...] = ()
+    num_samples: int = 0
 
 
 class IndexSide:
@@ -87,9 +92,24 @@ class IndexSide:
         sampler: The loader's own; every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
+        seeds: Where samples are seeded one by one: what their seeds follow from.
+        is_batched: Whether an index batch holds the indices of several samples.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int) -> None:
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        *,
+        held: HeldGenerators,
+        window: int,
+        seeds: SampleSeeds | None = None,
+        is_batched: bool = True,
+    ) -> None:
+        self.seeds = seeds
+        self.is_batched = is_batched
+        self.has_other_workers = False
+        """Whether this iteration was begun with another number of workers, before a resume."""
+        self._parked: Moment | None = None
         self._sampler = sampler
         self._held = held
         self._window = window
@@ -120,9 +140,29 @@ class IndexSide:
         self._iterator = None
         self.record = IndexRecord(first_batch=0 if plan is None else plan.position, recent=deque(maxlen=self._window))
 
+    @contextlib.contextmanager
+    def opened_before(self) -> Iterator[None]:
+        """Start the sampler and draw its first batch now; torch's own draws meanwhile leave the generators as they are.
+
+        So the order doesn't depend on when torch draws, which differs with the number of workers.
+        """
+        self._iterator = _IndexIterator(self, None)
+        self._iterator.open()
+        if self.record.handed_out == 0:
+            self._iterator.draw_ahead()
+        self._parked = self.moment()
+        try:
+            yield
+        finally:
+            self.restore(self._parked)
+            self._parked = None
+
     def __iter__(self) -> Iterator[Any]:
         if self._is_aside:
             return iter(self._sampler)
+        if self._parked is not None:
+            assert self._iterator is not None
+            return self._iterator
         if not self._is_begun:
             raise NotExactError(
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
@@ -162,11 +202,16 @@ class IndexSide:
         epochs = [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=epochs)
 
-    def open(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         record = self.record
+        if indices is None and (plan is None or plan.start is None or plan.first is None):
+            record.start = self.moment()
+            indices = iter(self._sampler)
+            plan = None
         if plan is None:
+            assert indices is not None
             record.first = self.moment()
             return indices
         if plan.start is None or plan.first is None:
@@ -180,15 +225,40 @@ class IndexSide:
         self.restore(plan.first)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
+        record.num_samples = plan.num_samples
         return self._skip(indices, plan)
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
+        parked = self._parked
+        if parked is not None:
+            aside = self.moment()
+            self.restore(parked)
         before = self.moment().states()
         try:
             return next(indices)
         finally:
-            self.record.log.note(self.record.handed_out, before, self.moment().states())
+            behind = self.moment()
+            after = behind.states()
+            self.record.log.note(self.record.handed_out, before, after)
+            if parked is not None:
+                self._parked = behind
+                self.restore(aside)
+            if self.has_other_workers and self.record.handed_out and after != before:
+                self._depends_on_workers()
+
+    def _depends_on_workers(self) -> None:
+        self.has_other_workers = False  # once
+        message = (
+            f"{type(self._sampler).__name__} draws random numbers while it goes on, and the number of workers is"
+            " another one than before the resume: torch draws its indices earlier where there are more workers. The"
+            " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
+            " its __iter__, or give it a generator of its own and pass strict=False."
+        )
+        if self.strict:
+            raise NotExactError(message)
+        _log.warning(message)
+        self.not_exact.append(message)
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
         known = plan.handed_out - len(plan.recent)
@@ -241,11 +311,12 @@ class IndexSide:
 class _IndexIterator(Iterator[Any]):
     """Passes on what the sampler gives, and counts."""
 
-    def __init__(self, side: IndexSide, indices: Iterator[Any]) -> None:
+    def __init__(self, side: IndexSide, indices: Iterator[Any] | None) -> None:
         self._side = side
         self._record = side.record
         self._indices = indices
         self._is_open = False
+        self._ahead: deque[Any] = deque()
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
@@ -253,17 +324,38 @@ class _IndexIterator(Iterator[Any]):
             self._is_open = True
             self._indices = self._side.open(self._indices)
 
+    def draw_ahead(self) -> None:
+        """Draw the next batch now, if there is one; it is handed out when it is asked for."""
+        with contextlib.suppress(StopIteration):
+            self._ahead.append(self._draw())
+
+    def _draw(self) -> Any:
+        assert self._indices is not None
+        return self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
+
     def __next__(self) -> Any:
         self.open()
-        record = self._record
-        batch = self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
+        record, seeds = self._record, self._side.seeds
+        batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)
-        return batch
+        if seeds is None:
+            return batch
+        place = record.num_samples
+        record.num_samples += len(batch) if self._side.is_batched else 1
+        return seeds.of(batch, epoch=record.epoch, place=place)
 
 
-def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave."""
+def plan_from_state(state: Mapping[str, Any], position: int, *, is_batched: bool | None = None) -> IndexPlan:
+    """Return the plan to resume at batch `position` from what `record_state` gave.
+
+    Args:
+        state: Of the record.
+        position: Where.
+        is_batched: Where samples are counted: whether an index batch holds the indices of several.
+    """
+    recent = unpack_indices(state["recent"])
+    again = [] if is_batched is None else recent[len(recent) - (state["handed_out"] - position) :]
     return IndexPlan(
         birth=_moment(state["birth"]),
         start=_moment(state["start"]),
@@ -271,7 +363,8 @@ def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
         position=position,
         handed_out=state["handed_out"],
         log=state["log"],
-        recent=tuple(unpack_indices(state["recent"])),
+        recent=tuple(recent),
+        num_samples=state.get("num_samples", 0) - sum(len(batch) if is_batched else 1 for batch in again),
     )
 
 
@@ -288,6 +381,7 @@ def record_state(record: IndexRecord) -> dict[str, Any]:
         "handed_out": record.handed_out,
         "log": record.log.pack(),
         "recent": pack_indices(list(record.recent)),
+        "num_samples": record.num_samples,
     }
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.per_sample import PerSampleDataset, SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -101,14 +102,27 @@ class TrackedLoader:
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
         default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
+        seeds: Seed each sample from these; without them the workers' random states are captured.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, default_worker_init: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        default_worker_init: Callable[[int], None] | None = None,
+        seeds: SampleSeeds | None = None,
+    ) -> None:
+        self._seeds = seeds
+        self._per_sample: PerSampleDataset | None = None
+        is_batched = loader.batch_sampler is not None
+        if seeds is not None:
+            self._per_sample = PerSampleDataset(loader.dataset, loader.collate_fn, is_batched=is_batched)
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
         self._is_asked = False
         self._is_taken = False
+        self._resumed_workers = self.num_workers
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
         self.is_held_back: Callable[[], bool] = lambda: False
@@ -127,13 +141,19 @@ class TrackedLoader:
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
             held=self.held,
             window=self._in_flight + self.num_workers + 2,
+            seeds=seeds,
+            is_batched=is_batched,
         )
         self._worker_side: WorkerSide | None = None
         if self.num_workers:
             self._worker_side = WorkerSide(
-                collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, default_init=default_worker_init
+                collate_fn=loader.collate_fn,
+                worker_init_fn=loader.worker_init_fn,
+                default_init=default_worker_init,
+                per_sample=self._per_sample,
             )
-            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES
+            states = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES if seeds is None else 1
+            self._slot_bytes = states
         self._loader: weakref.ref[DataLoader[Any]] | None = None
 
     @property
@@ -185,12 +205,23 @@ class TrackedLoader:
         self._is_asked = self._is_taken = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
-        batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
+        started = self._started()
+        if self._seeds is not None:
+            make_iterator = functools.partial(self._make_per_sample, self._seeds, make_iterator)
+        batches = CountedBatches(make_iterator(), started, before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
             self.index_side.restore(before)
         return batches
+
+    def _make_per_sample(self, seeds: SampleSeeds, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make torch's iterator over a data set that seeds before each sample; the loader's own attributes stay."""
+        assert self._per_sample is not None
+        stand_in = self._per_sample.stand_in(self.loader, collates=self._worker_side is None)
+        with self.index_side.opened_before(), stand_in:
+            seeds.seed_workers(self.loader.generator)
+            return make_iterator()
 
     def _started(self) -> Iteration:
         record = self.index_side.record
@@ -209,7 +240,7 @@ class TrackedLoader:
             # There is one set of workers: torch takes them away from whoever iterates.
             self._is_taken = True
             self._begin(None, None)
-            return make_iterator()
+            return make_iterator() if self._seeds is None else self._make_per_sample(self._seeds, make_iterator)
         with self.index_side.aside():
             if self._worker_side is None:
                 return make_iterator()
@@ -223,6 +254,9 @@ class TrackedLoader:
         elif self.num_workers:
             self._make_ring(states)
         self.index_side.begin(plan, new_workers=not self._has_living_workers)
+        if self._seeds is not None:
+            self.index_side.record.epoch = self._seeds.begin(is_resumed=plan is not None or self._is_taken)
+            self.index_side.has_other_workers = plan is not None and self._resumed_workers != self.num_workers
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
         assert self._worker_side is not None
@@ -268,6 +302,9 @@ class TrackedLoader:
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
         record = iteration.record
+        if self._seeds is not None:
+            state = {"consumed": consumed, "record": record_state(record), "workers": None}
+            return {**state, "per_sample": self._per_sample_state(record.epoch + 1)}
         counts = None
         if self.num_workers:
             # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
@@ -277,14 +314,25 @@ class TrackedLoader:
         return {"consumed": consumed, "record": record_state(record), "workers": workers}
 
     def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
+        if self._seeds is not None:
+            state = {"consumed": None, "record": None, "workers": None}
+            return {**state, "per_sample": self._per_sample_state(self._seeds.num_begun)}
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
             workers = _worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
         return {"consumed": None, "record": kept, "workers": workers}
 
+    def _per_sample_state(self, num_begun: int) -> dict[str, int]:
+        assert self._seeds is not None
+        return {**self._seeds.state_dict(num_begun=num_begun), "num_workers": self.num_workers}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
+        per_sample = state_dict.get("per_sample")
+        if self._seeds is not None and per_sample is not None:
+            self._seeds.load_state_dict(per_sample)
+            self._resumed_workers = per_sample["num_workers"]
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         if record is None:
@@ -293,6 +341,9 @@ class TrackedLoader:
             self._forget_iterator()
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
+            return
+        if self._seeds is not None or per_sample is not None:
+            self._plan = (plan_from_state(record, consumed, is_batched=self.index_side.is_batched), None, 0)
             return
         drop = consumed % self.num_workers if self.num_workers else 0
         self._plan = (plan_from_state(record, consumed - drop), workers, drop)

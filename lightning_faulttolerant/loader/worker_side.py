@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -38,6 +39,7 @@ class WorkerSide:
         collate_fn: The loader's own.
         worker_init_fn: The loader's own, or ``None``.
         default_init: Called in place of a missing `worker_init_fn`.
+        per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class WorkerSide:
         collate_fn: Callable[[Any], Any],
         worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
+        per_sample: PerSampleDataset | None = None,
     ) -> None:
-        self._collate_fn = collate_fn
+        self._per_sample = per_sample
+        self._collate_fn = collate_fn if per_sample is None else per_sample.collate
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
         self.ring: WorkerRing | None = None
         self.resume_from: Sequence[WorkerState] | None = None
@@ -71,8 +75,12 @@ class WorkerSide:
         self._worker = worker_id
         self.ring.register(worker_id, os.getpid())
         self._handle_signals()
+        if self._per_sample is not None:
+            self._per_sample.init_worker()
         if self._init_fn is not None:
             self._init_fn(worker_id)
+        if self._per_sample is not None:
+            return
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
             self._resume(self.resume_from[worker_id], self._held)
@@ -93,7 +101,7 @@ class WorkerSide:
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
-        if self._worker >= 0:
+        if self._worker >= 0 and self._per_sample is None:
             self._count += 1
             self._leave_state()
         return batch

@@ -76,8 +76,12 @@ class HeldGenerators:
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the state of each generator by its path; one that is gone is left out."""
+        return {name: pack_generator(generator) for name, generator in self.generators().items()}
+
+    def generators(self) -> dict[str, Any]:
+        """Return each generator by its path."""
         found = ((name, self._resolve(path)) for name, path in self._paths.items())
-        return {name: pack_generator(generator) for name, generator in found if is_generator(generator)}
+        return {name: generator for name, generator in found if is_generator(generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
         """Put each generator back to its state.

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.per_sample import LoaderSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
@@ -39,9 +41,11 @@ class Loaders:
     Args:
         trainer: Whose fit it is.
         strict: Whether a loader that can't be resumed exactly is an error.
+        is_per_sample: Whether the generators are seeded before each sample.
     """
 
-    def __init__(self, trainer: Trainer, *, strict: bool) -> None:
+    def __init__(self, trainer: Trainer, *, strict: bool, is_per_sample: bool = False) -> None:
+        self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
         self._strict = strict
         self._stage, self._next_index = TRAIN, 0
@@ -85,6 +89,8 @@ class Loaders:
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
         self._states = states.get("places", {})
+        if self._seeds is not None:
+            self._seeds.resume_from(self._states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -103,13 +109,16 @@ class Loaders:
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
-        reason = why_not_exact(loader)
+        reason = (why_not_per_sample(loader) if self._seeds is not None else None) or why_not_exact(loader)
         if reason is not None:
             self.untracked[place] = loader
-            if stage == TRAIN or not needs_no_position(loader):
+            # What is not seeded per sample would depend on the number of workers.
+            is_seeded = self._seeds is not None and isinstance(loader, DataLoader)
+            if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
+        seeds = None if self._seeds is None else self._seeds.of(place)
+        tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.is_followed = lambda: self.is_trainers
         tracker.index_side.not_exact = self.not_exact
@@ -117,7 +126,7 @@ class Loaders:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
         self.trackers[place] = tracker
-        self.fingerprints[place] = loader_fingerprint(loader)
+        self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
         tracked = tracker.copy_of(loader)
         self._originals.append((tracked, loader))
         self._check(place, self.fingerprints[place])
