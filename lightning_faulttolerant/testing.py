@@ -78,6 +78,9 @@ def assert_resumes_exactly(
     every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
     and the states of those that the module and the loaders hold.
 
+    The uninterrupted run is one without the callback. With ``worker_rng="per_sample"`` it has the callback too, since
+    what samples draw is then not what they draw without it.
+
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
             calls ``fit`` and returns the trainer. It must not seed: each process is seeded differently before it is
@@ -107,7 +110,9 @@ def assert_resumes_exactly(
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = _Runs(fit, root, dict(options or {}), timeout_seconds)
-        reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=False)
+        # Without the callback there is nothing that seeds each sample.
+        is_per_sample = (options or {}).get("worker_rng") == "per_sample"
+        reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=is_per_sample)
         if reference.exit_code != 0:
             raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
         transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)

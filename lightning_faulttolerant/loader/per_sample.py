@@ -174,7 +174,7 @@ class PerSampleDataset:
 
     def init_worker(self) -> None:
         """Let functions of the user's in this worker find their own data set."""
-        vars(get_worker_info())["dataset"] = self._dataset  # it refuses plain assignment
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
 
     def _fetch(self, batch: SeededIndices) -> Any:
         if self._held is None:
