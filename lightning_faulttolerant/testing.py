@@ -78,8 +78,7 @@ def assert_resumes_exactly(
     every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
     and the states of those that the module and the loaders hold.
 
-    The uninterrupted run is one without the callback. With ``worker_rng="per_sample"`` it has the callback too, since
-    what samples draw is then not what they draw without it.
+    The uninterrupted run has no callback, but with ``worker_rng="per_sample"``: without it nothing seeds each sample.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
@@ -110,7 +109,6 @@ def assert_resumes_exactly(
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = _Runs(fit, root, dict(options or {}), timeout_seconds)
-        # Without the callback there is nothing that seeds each sample.
         is_per_sample = (options or {}).get("worker_rng") == "per_sample"
         reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=is_per_sample)
         if reference.exit_code != 0:
