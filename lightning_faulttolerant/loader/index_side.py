@@ -10,79 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start
-from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
+from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
+from lightning_faulttolerant.loader.indices import pack_indices
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
 _log = logging.getLogger(__name__)
-
-_HELD = "held/"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """The random states that a sampler may draw from, at one instant."""
-
-    rng: Mapping[str, bytes]
-    held: Mapping[str, bytes]
-    sampler_epochs: list[int | None]
-
-    def states(self) -> dict[str, bytes]:
-        """Return all states by name."""
-        return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
-
-    @classmethod
-    def from_states(cls, states: Mapping[str, bytes]) -> Moment:
-        """Return a moment of which only `states` are known."""
-        held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
-        rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
-        return cls(rng=rng, held=held, sampler_epochs=[])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moment as plain dicts."""
-        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
-
-
-@dataclass(kw_only=True, slots=True)
-class IndexRecord:
-    """Where one iteration over the index sampler is.
-
-    ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
-    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out. Where
-    samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
-    """
-
-    first_batch: int = 0
-    handed_out: int = 0
-    birth: Moment | None = None
-    start: Moment | None = None
-    first: Moment | None = None
-    log: DrawLog = field(default_factory=DrawLog)
-    recent: deque[Any] = field(default_factory=deque)
-    epoch: int = 0
-    num_samples: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexPlan:
-    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers."""
-
-    birth: Moment | None
-    start: Moment | None = None
-    first: Moment | None = None
-    position: int = 0
-    handed_out: int = 0
-    log: bytes = b""
-    recent: tuple[Any, ...] = ()
-    num_samples: int = 0
 
 
 class IndexSide:
@@ -92,6 +33,8 @@ class IndexSide:
         sampler: The loader's own; every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
+        has_workers: Whether the loader has workers, which are made from the random states that they find.
+        is_endless: Whether it is torch's for an iterable data set, which gives no indices.
         seeds: Where samples are seeded one by one: what their seeds follow from.
         is_batched: Whether an index batch holds the indices of several samples.
     """
@@ -102,18 +45,22 @@ class IndexSide:
         *,
         held: HeldGenerators,
         window: int,
+        has_workers: bool = True,
+        is_endless: bool = False,
         seeds: SampleSeeds | None = None,
         is_batched: bool = True,
     ) -> None:
         self.seeds = seeds
         self.is_batched = is_batched
         self.has_other_workers = False
-        """Whether this iteration was begun with another number of workers, before a resume."""
+        """Whether the run had another number of workers before a resume."""
         self._parked: Moment | None = None
         self._sampler = sampler
         self._held = held
         self._window = window
-        self.may_draw = not draws_only_at_its_start(sampler)
+        self._has_workers = has_workers
+        self.is_endless = is_endless
+        self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
@@ -168,19 +115,25 @@ class IndexSide:
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
                 " followed. Let it call super().__iter__()."
             )
-        now = self.moment()
         # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
         # starts the iterator that is used.
-        if self._birth is None:
-            self._birth = now
+        # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
+        now = self._start_moment() if self._plan is None else self.moment()
+        if self._birth is None and self._has_workers:
+            self._birth = self.moment()
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
                 self.restore(self._birth)
         self.record.birth = self._birth
         if self._plan is None or self.record.start is None:
             self.record.start = now
-        self._iterator = _IndexIterator(self, iter(self._sampler))
+        self._iterator = _IndexIterator(self, self._started())
         return self._iterator
+
+    def _started(self) -> Iterator[Any]:
+        if self._plan is not None and not self.may_draw:
+            return iter(())  # it is started again in `open`; a list of millions of indices is not made twice
+        return iter(self._sampler)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -199,38 +152,54 @@ class IndexSide:
 
     def moment(self) -> Moment:
         """Return the random states of this instant."""
-        epochs = [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
-        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=epochs)
+        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
+
+    def _start_moment(self) -> Moment:
+        """Return those random states of this instant that the sampler may draw from when it is started."""
+        if self.may_draw:
+            return self.moment()
+        # torch's own samplers draw from torch's generator or from one that they were given.
+        held = self._held.state_dict(of=generators_of(self._sampler))
+        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs())
+
+    def _epochs(self) -> list[int | None]:
+        return [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
 
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         record = self.record
         if indices is None and (plan is None or plan.start is None or plan.first is None):
-            record.start = self.moment()
+            record.start = self._start_moment()
             indices = iter(self._sampler)
             plan = None
         if plan is None:
             assert indices is not None
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
         if plan.start is None or plan.first is None:
             assert record.start is not None
             self.restore(record.start)
             indices = iter(self._sampler)
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
-        self.restore(plan.start)
-        indices = iter(self._sampler)
-        self.restore(plan.first)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
         record.num_samples = plan.num_samples
-        return self._skip(indices, plan)
+        self.restore(plan.first)
+        rest = self._skip_at_once(plan)
+        if rest is None:
+            self.restore(plan.start)
+            indices = iter(self._sampler)
+            self.restore(plan.first)
+            rest = self._skip(indices, plan)
+        return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
         parked = self._parked
+        if parked is None and not self.may_draw:
+            return next(indices)
         if parked is not None:
             aside = self.moment()
             self.restore(parked)
@@ -240,27 +209,42 @@ class IndexSide:
         finally:
             behind = self.moment()
             after = behind.states()
-            self.record.log.note(self.record.handed_out, before, after)
             if parked is not None:
                 self._parked = behind
                 self.restore(aside)
-            if self.has_other_workers and self.record.handed_out and after != before:
-                self._depends_on_workers()
+            if self.may_draw:
+                self.record.log.note(self.record.handed_out, before, after)
+                if self.has_other_workers and self.record.handed_out and after != before:
+                    self._depends_on_workers()
 
     def _depends_on_workers(self) -> None:
-        self.has_other_workers = False  # once
         message = (
             f"{type(self._sampler).__name__} draws random numbers while it goes on, and the number of workers is"
-            " another one than before the resume: torch draws its indices earlier where there are more workers. The"
+            " another one than before a resume: torch draws its indices earlier where there are more workers. The"
             " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
             " its __iter__, or give it a generator of its own and pass strict=False."
         )
         if self.strict:
             raise NotExactError(message)
-        _log.warning(message)
-        self.not_exact.append(message)
+        if message not in self.not_exact:
+            _log.warning(message)
+            self.not_exact.append(message)
+
+    def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
+        """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
+        known = plan.handed_out - len(plan.recent)
+        indices = rest_of(self._sampler, known) if known and not plan.log and not self.may_draw else None
+        if indices is None:
+            return None
+        replayed = list(islice(indices, len(plan.recent)))
+        if pack_indices(replayed) != pack_indices(list(plan.recent)):
+            _log.info("%s is run through: skipping it did not give its last batches.", type(self._sampler).__name__)
+            return None
+        return _chain(plan.recent[plan.position - known :], indices)
 
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        if self.is_endless:
+            return indices
         known = plan.handed_out - len(plan.recent)
         replayed = list(self._replay(indices, plan)[known:])
         if pack_indices(replayed) != pack_indices(list(plan.recent)):
@@ -331,7 +315,7 @@ class _IndexIterator(Iterator[Any]):
 
     def _draw(self) -> Any:
         assert self._indices is not None
-        return self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
+        return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
         self.open()
@@ -344,49 +328,6 @@ class _IndexIterator(Iterator[Any]):
         place = record.num_samples
         record.num_samples += len(batch) if self._side.is_batched else 1
         return seeds.of(batch, epoch=record.epoch, place=place)
-
-
-def plan_from_state(state: Mapping[str, Any], position: int, *, is_batched: bool | None = None) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave.
-
-    Args:
-        state: Of the record.
-        position: Where.
-        is_batched: Where samples are counted: whether an index batch holds the indices of several.
-    """
-    recent = unpack_indices(state["recent"])
-    again = [] if is_batched is None else recent[len(recent) - (state["handed_out"] - position) :]
-    return IndexPlan(
-        birth=_moment(state["birth"]),
-        start=_moment(state["start"]),
-        first=_moment(state["first"]),
-        position=position,
-        handed_out=state["handed_out"],
-        log=state["log"],
-        recent=tuple(recent),
-        num_samples=state.get("num_samples", 0) - sum(len(batch) if is_batched else 1 for batch in again),
-    )
-
-
-def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
-    """Return the plan for a new iteration whose workers are to go on from where they were."""
-    return IndexPlan(birth=_moment(state["birth"]))
-
-
-def record_state(record: IndexRecord) -> dict[str, Any]:
-    """Return a record as plain dicts, lists and tensors."""
-    moments = {name: getattr(record, name) for name in ("birth", "start", "first")}
-    return {
-        **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
-        "handed_out": record.handed_out,
-        "log": record.log.pack(),
-        "recent": pack_indices(list(record.recent)),
-        "num_samples": record.num_samples,
-    }
-
-
-def _moment(state: Mapping[str, Any] | None) -> Moment | None:
-    return None if state is None else Moment(**state)
 
 
 def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:

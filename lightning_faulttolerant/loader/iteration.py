@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_faulttolerant.loader.index_side import IndexRecord
+from lightning_faulttolerant.loader.index_record import IndexRecord
+from lightning_faulttolerant.loader.iterable import IterableRecord
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerState
 
@@ -25,6 +26,8 @@ class Iteration:
         fetched_before: How many batches each worker had fetched when it began.
         resumed_states: What its workers were given to go on from.
         num_out: How many batches have come out since the epoch's beginning, those before a resume included.
+        iterable: Where its iterable data set is, in this process.
+        number: The how-manieth of its workers it is.
     """
 
     record: IndexRecord
@@ -32,6 +35,8 @@ class Iteration:
     fetched_before: list[int]
     resumed_states: list[WorkerState] | None
     num_out: int = 0
+    iterable: IterableRecord | None = None
+    number: int = 0
 
 
 class CountedBatches(Iterator[Any]):

@@ -32,12 +32,12 @@ _SPREAD = 0x9E3779B97F4A7C15  # an odd number whose bits are spread well
 _MAX_TRIES = 4
 
 
-def why_not_per_sample(loader: object) -> str | None:
+def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
     """Return why the samples of `loader` can't be seeded one by one, or ``None`` if they can."""
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset):
         return (
-            'worker_rng="per_sample" seeds by a sample\'s place in the epoch, and its data set is iterable: it says'
-            ' itself what comes next, in each worker. Use a map-style data set, or worker_rng="capture"'
+            "its data set is iterable and says itself what comes next in each worker, so that its samples have no place"
+            ' in the epoch to be seeded by; the states of its workers are saved as with worker_rng="capture"'
         )
     return None
 

@@ -6,7 +6,6 @@ modified.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import multiprocessing
@@ -20,52 +19,21 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.children import default_sigchld
+from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
-from lightning_faulttolerant.loader.per_sample import PerSampleDataset, SampleSeeds
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.seeded import SeededSamples
+from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
-
-
-def needs_no_position(loader: object) -> bool:
-    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
-
-    So it is where every run begins anew, in this process or in workers made for it.
-    """
-    if not isinstance(loader, DataLoader):
-        return True
-    keeps_workers = loader.persistent_workers or getattr(loader, "_iterator", None) is not None
-    return not keeps_workers and getattr(loader, "in_order", True)
-
-
-def why_not_exact(loader: object) -> str | None:
-    """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if isinstance(loader.dataset, IterableDataset):
-        return "its data set is iterable, which is not supported yet"
-    if hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
-    if not getattr(loader, "in_order", True):
-        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
-        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return "its sampler has no length, which is not supported yet"
-    return None
-
-
-def _is_of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
-
-
 _TRACKER = "fault_tolerance_tracker"
 
 
@@ -102,7 +70,7 @@ class TrackedLoader:
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
         default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
-        seeds: Seed each sample from these; without them the workers' random states are captured.
+        seeds: Seed each sample of a map-style data set from these; without them the workers' states are captured.
     """
 
     def __init__(
@@ -112,17 +80,12 @@ class TrackedLoader:
         default_worker_init: Callable[[int], None] | None = None,
         seeds: SampleSeeds | None = None,
     ) -> None:
-        self._seeds = seeds
-        self._per_sample: PerSampleDataset | None = None
-        is_batched = loader.batch_sampler is not None
-        if seeds is not None:
-            self._per_sample = PerSampleDataset(loader.dataset, loader.collate_fn, is_batched=is_batched)
+        self._seeded = None if seeds is None else SeededSamples(loader, seeds)
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
         self._is_asked = False
         self._is_taken = False
-        self._resumed_workers = self.num_workers
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
         self.is_held_back: Callable[[], bool] = lambda: False
@@ -136,24 +99,35 @@ class TrackedLoader:
         self.iteration: Iteration | None = None
         """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
+        is_iterable = isinstance(loader.dataset, IterableDataset)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
             held=self.held,
-            window=self._in_flight + self.num_workers + 2,
+            window=0 if is_iterable else self._in_flight + self.num_workers + 2,
+            has_workers=self.num_workers > 0,
+            is_endless=is_iterable,
             seeds=seeds,
-            is_batched=is_batched,
+            is_batched=loader.batch_sampler is not None,
         )
+        self.iterable = IterableSide(loader.dataset) if is_iterable else None
+        self._start_position: Position | None = None
+        self._num_iterations = 0
+        self._collate: Callable[[Any], Any] = loader.collate_fn
+        if self.iterable is not None:
+            self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._worker_side: WorkerSide | None = None
         if self.num_workers:
             self._worker_side = WorkerSide(
-                collate_fn=loader.collate_fn,
+                collate_fn=self._collate,
                 worker_init_fn=loader.worker_init_fn,
                 default_init=default_worker_init,
-                per_sample=self._per_sample,
+                iterable=self.iterable,
+                leaves_rest=loader.batch_size is not None and not loader.drop_last,
+                per_sample=None if self._seeded is None else self._seeded.dataset,
             )
-            states = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES if seeds is None else 1
-            self._slot_bytes = states
+            slack = _SLACK_BYTES * (4 if is_iterable else 1)
+            self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
         self._loader: weakref.ref[DataLoader[Any]] | None = None
 
     @property
@@ -176,6 +150,9 @@ class TrackedLoader:
         # `DataLoader.__setattr__` refuses a new sampler after construction.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[_TRACKER] = self
+        if self.iterable is not None:
+            vars(tracked)["dataset"] = self.iterable
+            tracked.collate_fn = self._collate
         if self._worker_side is not None:
             tracked.collate_fn = self._worker_side.collate
             tracked.worker_init_fn = self._worker_side.init
@@ -206,22 +183,17 @@ class TrackedLoader:
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         started = self._started()
-        if self._seeds is not None:
-            make_iterator = functools.partial(self._make_per_sample, self._seeds, make_iterator)
-        batches = CountedBatches(make_iterator(), started, before_first=self.on_first_batch)
+        batches = CountedBatches(self._made(make_iterator), started, before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
             self.index_side.restore(before)
         return batches
 
-    def _make_per_sample(self, seeds: SampleSeeds, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make torch's iterator over a data set that seeds before each sample; the loader's own attributes stay."""
-        assert self._per_sample is not None
-        stand_in = self._per_sample.stand_in(self.loader, collates=self._worker_side is None)
-        with self.index_side.opened_before(), stand_in:
-            seeds.seed_workers(self.loader.generator)
+    def _made(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if self._seeded is None:
             return make_iterator()
+        return self._seeded.make(self.loader, self.index_side, make_iterator)
 
     def _started(self) -> Iteration:
         record = self.index_side.record
@@ -231,6 +203,8 @@ class TrackedLoader:
             fetched_before=list(self._fetched_before),
             resumed_states=self._resumed_states,
             num_out=record.first_batch,
+            iterable=None if self.iterable is None else self.iterable.record,
+            number=self._num_iterations,
         )
         return self.iteration
 
@@ -240,7 +214,7 @@ class TrackedLoader:
             # There is one set of workers: torch takes them away from whoever iterates.
             self._is_taken = True
             self._begin(None, None)
-            return make_iterator() if self._seeds is None else self._make_per_sample(self._seeds, make_iterator)
+            return self._made(make_iterator)
         with self.index_side.aside():
             if self._worker_side is None:
                 return make_iterator()
@@ -250,13 +224,20 @@ class TrackedLoader:
 
     def _begin(self, plan: IndexPlan | None, states: list[WorkerState] | None) -> None:
         if self.num_workers and self._has_living_workers:
-            self._fetched_before = self._fetched()
+            if self.iterable is None:
+                self._fetched_before = self._fetched()
         elif self.num_workers:
             self._make_ring(states)
+        self._num_iterations += 1
+        if self.iterable is not None:
+            self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
+            if not self.num_workers:
+                self._start_position, position = None, self._start_position
+                record = self.iterable.begin(position)
+                record.num_batches = 0 if plan is None else plan.position
         self.index_side.begin(plan, new_workers=not self._has_living_workers)
-        if self._seeds is not None:
-            self.index_side.record.epoch = self._seeds.begin(is_resumed=plan is not None or self._is_taken)
-            self.index_side.has_other_workers = plan is not None and self._resumed_workers != self.num_workers
+        if self._seeded is not None:
+            self._seeded.begin(self.index_side, plan, is_counted=not self._is_taken)
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
         assert self._worker_side is not None
@@ -266,6 +247,7 @@ class TrackedLoader:
         self._worker_side.strict = self.index_side.strict
         self._worker_side.resume_from = self._resumed_states = states
         self._fetched_before = [0] * self.num_workers
+        self._num_iterations = 0
 
     def _new_ring(self) -> WorkerRing:
         slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
@@ -275,6 +257,8 @@ class TrackedLoader:
         """Return how many batches each worker was given since it was made."""
         record = self.index_side.record
         given = record.handed_out - record.first_batch
+        if self.iterable is not None and self._ring is not None:
+            return counts_now(self._ring, self._num_iterations, given)
         return [
             before + max(0, -((worker - given) // self.num_workers))
             for worker, before in enumerate(self._fetched_before)
@@ -302,39 +286,47 @@ class TrackedLoader:
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
         record = iteration.record
-        if self._seeds is not None:
-            state = {"consumed": consumed, "record": record_state(record), "workers": None}
-            return {**state, "per_sample": self._per_sample_state(record.epoch + 1)}
-        counts = None
-        if self.num_workers:
+        if self._seeded is not None:
+            return self._seeded.state_dict(record, consumed)
+        counts, drop = None, 0
+        if self.num_workers and self.iterable is not None:
+            assert iteration.ring is not None
+            counts, drop = counts_at(iteration.ring, iteration.number, consumed - record.first_batch)
+        elif self.num_workers:
             # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
             rounds = (consumed - record.first_batch) // self.num_workers
+            drop = (consumed - record.first_batch) % self.num_workers
             counts = [before + rounds for before in iteration.fetched_before]
         workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
-        return {"consumed": consumed, "record": record_state(record), "workers": workers}
+        state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        if self.iterable is not None:
+            held = iteration.iterable
+            position = None if held is None or self.num_workers else held.position_after(consumed)
+            state["iterable"] = {"epoch": self.iterable.user_epoch, "position": position}
+        return state
 
     def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
-        if self._seeds is not None:
-            state = {"consumed": None, "record": None, "workers": None}
-            return {**state, "per_sample": self._per_sample_state(self._seeds.num_begun)}
+        if self._seeded is not None:
+            return self._seeded.state_dict()
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
             workers = _worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
-        return {"consumed": None, "record": kept, "workers": workers}
-
-    def _per_sample_state(self, num_begun: int) -> dict[str, int]:
-        assert self._seeds is not None
-        return {**self._seeds.state_dict(num_begun=num_begun), "num_workers": self.num_workers}
+        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        if self.iterable is not None:
+            state["workers"] = workers and [{**w, "iterable": between(w["iterable"])} for w in workers]
+            state["iterable"] = {"epoch": self.iterable.user_epoch, "position": self.iterable.between()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
-        per_sample = state_dict.get("per_sample")
-        if self._seeds is not None and per_sample is not None:
-            self._seeds.load_state_dict(per_sample)
-            self._resumed_workers = per_sample["num_workers"]
+        if self._seeded is not None:
+            self._seeded.load_state_dict(state_dict)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        if self.iterable is not None:
+            self._start_position = state_dict["iterable"]["position"]
+            self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
         if record is None:
             return
         if self.loader.persistent_workers:
@@ -342,11 +334,12 @@ class TrackedLoader:
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
             return
-        if self._seeds is not None or per_sample is not None:
-            self._plan = (plan_from_state(record, consumed, is_batched=self.index_side.is_batched), None, 0)
+        if self._seeded is not None:
+            self._plan = (self._seeded.plan(record, consumed), None, 0)
             return
-        drop = consumed % self.num_workers if self.num_workers else 0
-        self._plan = (plan_from_state(record, consumed - drop), workers, drop)
+        drop = state_dict["drop"]
+        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)
+        self._plan = (plan, workers, drop)
 
     def _forget_iterator(self) -> None:
         vars(self.loader)["_iterator"] = None
@@ -367,7 +360,7 @@ class TrackedLoader:
         if not workers:
             return
         # torch's handler of SIGCHLD raises in the main process when a worker is killed.
-        with _default_sigchld():
+        with default_sigchld():
             for worker in workers:
                 worker.terminate()
             deadline = time.monotonic() + timeout_seconds
@@ -376,20 +369,6 @@ class TrackedLoader:
                 if worker.is_alive() and worker.pid is not None:
                     os.kill(worker.pid, signal.SIGKILL)
                     worker.join(timeout_seconds)
-
-
-@contextlib.contextmanager
-def _default_sigchld() -> Iterator[None]:
-    """Let children die unnoticed."""
-    try:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except (ValueError, AttributeError):  # not the main thread, or no such signal here
-        handler = None
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGCHLD, handler)
 
 
 def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:

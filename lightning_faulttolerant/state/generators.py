@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,16 @@ class HeldGenerators:
             items = container.items() if isinstance(container, dict) else enumerate(container)
             self._watched.append((container, len(container), tuple(key for key, child in items if child is None)))
 
-    def state_dict(self) -> dict[str, bytes]:
-        """Return the state of each generator by its path; one that is gone is left out."""
-        return {name: pack_generator(generator) for name, generator in self.generators().items()}
+    def state_dict(self, *, of: Sequence[Any] | None = None) -> dict[str, bytes]:
+        """Return the state of each generator by its path; one that is gone is left out.
+
+        Args:
+            of: Only those of these generators; ``None`` for all.
+        """
+        found = self.generators()
+        if of is not None:
+            found = {name: generator for name, generator in found.items() if any(generator is one for one in of)}
+        return {name: pack_generator(generator) for name, generator in found.items()}
 
     def generators(self) -> dict[str, Any]:
         """Return each generator by its path."""
@@ -143,10 +150,9 @@ def pack_generator(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return _tagged(f"torch:{generator.device}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
-        return _tagged("python", packing.pack_random(generator.getstate()))
-    if hasattr(generator, "get_state"):
-        return _tagged("numpy.RandomState", packing.pack_numpy(generator.get_state(legacy=False)))
-    return _tagged("numpy.Generator", packing.pack_numpy(generator.bit_generator.state))
+        return _tagged("python", packing.random_state(generator))
+    kind = "numpy.RandomState" if hasattr(generator, "get_state") else "numpy.Generator"
+    return _tagged(kind, packing.numpy_state(generator))
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:

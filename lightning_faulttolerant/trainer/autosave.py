@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from lightning_faulttolerant.state.blobs import BlobInterner
+from lightning_faulttolerant.state.blobs import blob_to_tensor, pack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
@@ -109,7 +109,7 @@ class Autosaver:
             "world_size": self._trainer.world_size,
             "position": position.state_dict(),
             **self._header(),
-            "ranks": [BlobInterner().pack(dict(state))],
+            "ranks": [pack_blobs(state)],
         }
 
     def _dump(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Autosaver:
         opaque = {key: checkpoint.pop(key) for key in _OPAQUE_KEYS if key in checkpoint}
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
-        part["opaque"] = BlobInterner().pack({key: blob for key, blob in rest.items() if blob is not None})
+        part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
     def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:

@@ -97,7 +97,7 @@ class FaultTolerance(Callback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         self._session = Session(trainer, self._options)
-        self._session.open()
+        self._session.open(self)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""

@@ -61,9 +61,13 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the method `name` of `owner` by what `make` returns for it."""
+        self.replace(owner, name, make(getattr(owner, name)))
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace the attribute `name` of `owner` by `value`."""
         had_own = name in vars(owner)
         original = getattr(owner, name)
-        setattr(owner, name, make(original))
+        setattr(owner, name, value)
         self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
 
     def undo(self) -> None:
@@ -287,9 +291,19 @@ def _keeps_gradients(module: LightningModule) -> bool:
     return overridden or not module.automatic_optimization
 
 
+def step_fetches(trainer: Trainer) -> bool:
+    """Return whether the module's ``training_step`` takes the ``dataloader_iter`` and fetches by itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def num_completed(trainer: Trainer) -> int:
+    """Return how many training batches, or steps that fetch by themselves, of the epoch are done."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
 def fetches_at_the_boundary(trainer: Trainer) -> bool:
     """Return whether a fetch is the one of the boundary before it, neither ahead of it nor inside a step."""
-    return not fetches_ahead(trainer) and not isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+    return not fetches_ahead(trainer) and not step_fetches(trainer)
 
 
 def forget_unstarted_fetchers(trainer: Trainer) -> None:

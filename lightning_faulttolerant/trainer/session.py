@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_faulttolerant.errors import CheckpointError, TrainingStopped
@@ -20,6 +20,7 @@ from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -68,8 +69,9 @@ class Session:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
-    def open(self) -> None:
-        """Take the seams over."""
+    def open(self, callback: Callback) -> None:
+        """Take the seams over; `callback` is the one that opens us."""
+        pass_over_idle_hooks(callback, self._patches)
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
@@ -182,7 +184,7 @@ class Session:
         if save.inexact and hook not in self._warned_of:
             self._warned_of.add(hook)
             reasons = "; ".join(save.inexact)
-            rank_zero_warn(f"A checkpoint saved in {hook or 'a call'} can't be resumed exactly: {reasons}.")
+            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
         return self.autosaver.make_part_for(save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:

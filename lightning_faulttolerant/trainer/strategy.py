@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
 from lightning_faulttolerant.loader.iteration import Iteration
-from lightning_faulttolerant.loader.per_sample import LoaderSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
@@ -54,6 +56,7 @@ class Loaders:
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
         self._mark: Mark | None = None
+        self._is_marked = False
         self.holds_back = False
         """Whether training iterations that are begun are to be empty: `renew` makes them in the right place."""
         self.fetches_ahead = False
@@ -80,7 +83,7 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = False
+        self.is_trainers = self._is_marked = False
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
@@ -109,7 +112,7 @@ class Loaders:
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
-        reason = (why_not_per_sample(loader) if self._seeds is not None else None) or why_not_exact(loader)
+        reason = why_not_exact(loader)
         if reason is not None:
             self.untracked[place] = loader
             # What is not seeded per sample would depend on the number of workers.
@@ -117,7 +120,7 @@ class Loaders:
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        seeds = None if self._seeds is None else self._seeds.of(place)
+        seeds = self._seeds_of(place, loader)
         tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.is_followed = lambda: self.is_trainers
@@ -132,6 +135,15 @@ class Loaders:
         self._check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return tracked
+
+    def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
+        if self._seeds is None:
+            return None
+        reason = why_not_per_sample(loader)
+        if reason is None:
+            return self._seeds.of(place)
+        rank_zero_info(f"Loader {place} needs the same number of workers at each resume: {reason}.")
+        return None
 
     def _resume(self, place: str, tracker: TrackedLoader) -> None:
         if place in self._states:
@@ -163,6 +175,7 @@ class Loaders:
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         training = self._training()
+        self._is_marked = True
         self._mark = Mark(
             iterations={
                 place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
@@ -175,7 +188,7 @@ class Loaders:
 
     def _before_first_batch(self) -> None:
         # The first batch of all is fetched while the loaders are set up, before anybody could tell.
-        if compat.fetches_ahead(self._trainer):
+        if not self._is_marked and compat.fetches_ahead(self._trainer):
             self.mark()
 
     def _training(self) -> dict[str, TrackedLoader]:

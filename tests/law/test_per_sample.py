@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
@@ -25,10 +27,13 @@ from tests.runs import (
     HoldingDataset,
     LazyDataset,
     ManyAtOnceDataset,
+    Net,
     NoisyCollate,
     NoisyDataset,
     PythonShuffle,
     Squares,
+    TwoLoaders,
+    Unsized,
     fit_net,
 )
 
@@ -39,7 +44,13 @@ each_change = pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 
 
 
 def assert_goes_on_with(
-    make: Callable[..., DataLoader], cut: Cut, before: int, after: int, **arguments: Any
+    make: Callable[..., Any],
+    cut: Cut,
+    before: int,
+    after: int,
+    *,
+    module: Callable[[], LightningModule] = Net,
+    **arguments: Any,
 ) -> Interruption:
     """Hold a run to the law that has `before` workers until `cut`, and `after` behind it.
 
@@ -50,7 +61,8 @@ def assert_goes_on_with(
         is_first = directory.name == "uninterrupted" or not list(directory.rglob("autosave-*.ckpt"))
         num_workers = after if directory.name == "with-callback" or not is_first else before
         validation = DataLoader(HoldingDataset(8), batch_size=4, num_workers=num_workers)
-        return fit_net(callbacks, directory, train=make(num_workers=num_workers), validation=validation, **arguments)
+        train = make(num_workers=num_workers)
+        return fit_net(callbacks, directory, train=train, validation=validation, module=module(), **arguments)
 
     options = {**OPTIONS, "every_n_train_steps": cut.every}
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options=options)
@@ -185,15 +197,112 @@ def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int)
     assert_resumes_exactly(fit, [KillAt(14)], options={**OPTIONS, "every_n_train_steps": 13})
 
 
-@pytest.mark.parametrize("place", ["train", "validation"])
-def test_iterable_data_set_is_refused(place: str) -> None:
-    """An iterable data set has no places to seed by: it is refused, in validation too."""
+def test_refused_in_the_next_epoch_too() -> None:
+    """So it is where all indices of the epoch had been drawn, and only those of the next one would differ."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
-        return fit_net(callbacks, directory, **{place: DataLoader(Squares(), batch_size=4)})
+        num_workers = 0 if list(directory.rglob("autosave-*.ckpt")) else 2
+        train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
+        return fit_net(callbacks, directory, train=train)
 
-    with pytest.raises(NotTheSame, match="seeds by a sample's place in the epoch"):
-        assert_resumes_exactly(fit, [], options=OPTIONS)
+    # The second run leaves an autosave of its own, and has as many workers as the third.
+    faults = [KillAt(7), KillAt(0)]
+    with pytest.raises(NotTheSame, match="draws random numbers while it goes on, and the number of workers"):
+        assert_resumes_exactly(fit, faults, options={**OPTIONS, "every_n_train_steps": 1})
+
+
+def pair(*, num_workers: int) -> dict[str, DataLoader]:
+    """Return a long loader and a short one that is cycled: 8 and 3 batches."""
+    return {
+        "long": DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
+        "short": DataLoader(NoisyDataset(12), batch_size=4, shuffle=True, num_workers=num_workers),
+    }
+
+
+@each_change
+def test_several_loaders(before: int, after: int) -> None:
+    """Of several loaders, one in its second cycle, every batch stays the same with other workers."""
+    assert_goes_on_with(pair, LATER_EPOCH, before, after, module=TwoLoaders)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
+@pytest.mark.parametrize("mode", ["min_size", "max_size"])
+def test_mode_of_a_combined_loader(mode: str) -> None:
+    """So it is where the short loader ends the epoch, and where it has run out."""
+    cut = Cut(kill=5, every=4, goes_on_at=(1, 1) if mode == "min_size" else (0, 4))
+
+    def make(*, num_workers: int) -> CombinedLoader:
+        return CombinedLoader(pair(num_workers=num_workers), mode)
+
+    assert_goes_on_with(make, cut, 2, 0, module=TwoLoaders)
+
+
+@each_change
+def test_loader_without_a_length(before: int, after: int) -> None:
+    """Lightning fetches a batch ahead: it is fetched again, and is the same with other workers."""
+
+    def make(*, num_workers: int) -> DataLoader:
+        return Unsized(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
+
+    assert_goes_on_with(make, LATER_EPOCH, before, after)
+
+
+@pytest.mark.parametrize("kill", [11, 12, 13])
+def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
+    """The batch that is fetched ahead may have begun the short loader's next cycle already: it is counted once."""
+
+    def make(*, num_workers: int) -> dict[str, DataLoader]:
+        long = Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)
+        return {**pair(num_workers=num_workers), "long": long}
+
+    cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, kill - 9))
+    assert_goes_on_with(make, cut, 0, 2, module=TwoLoaders)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_workers: int) -> None:
+    """With as many workers, such a sampler of a loader without a length goes on exactly."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Trainer:
+        train = Unsized(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
+        return fit_net(callbacks, directory, train=train)
+
+    assert_resumes_exactly(fit, [KillAt(3), KillAt(9)], options={**OPTIONS, "every_n_train_steps": 1})
+
+
+# Iterable data sets say themselves what comes next in each worker: they have no places to seed by.
+
+
+class NoisySquares(Squares):
+    """Draws as it goes on; each worker gives 3 batches."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (square + torch.randn(()) for square in islice(super().__iter__(), 12))
+
+
+@pytest.mark.parametrize("iterable_workers", [0, 2])
+def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
+    """An iterable data set with as many workers goes on exactly, while the number of the other loader's changes."""
+
+    def make(*, num_workers: int) -> dict[str, DataLoader]:
+        stream = DataLoader(NoisySquares(), batch_size=4, num_workers=iterable_workers)
+        return {"long": shuffled(num_workers=num_workers), "short": stream}
+
+    assert_goes_on_with(make, LATER_EPOCH, 2 - iterable_workers, 3, module=TwoLoaders)
+
+
+@each_change
+@pytest.mark.parametrize("place", ["train", "validation"])
+def test_iterable_data_set_is_refused_with_other_workers(place: str, before: int, after: int) -> None:
+    """With another number of workers an iterable data set is refused, in validation too."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Trainer:
+        num_workers = after if list(directory.rglob("autosave-*.ckpt")) else before
+        return fit_net(callbacks, directory, **{place: DataLoader(Squares(), batch_size=4, num_workers=num_workers)})
+
+    said = f"{place}/0.num_workers of an iterable data set: {before} when it was saved, {after} now"
+    with pytest.raises(NotTheSame, match=said):
+        assert_resumes_exactly(fit, [KillAt(5)], options={**OPTIONS, "every_n_train_steps": 4})
 
 
 class _Seen(NoisyDataset):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -32,6 +32,24 @@ def batches(num_workers: int, *, epochs: int = 2) -> list[list[list[float]]]:
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     """Two epochs give the same with no, one and two workers."""
     assert batches(0) == batches(1) == batches(2)
+
+
+def test_own_generator_moves_on_alike() -> None:
+    """The draw of torch's sampler behind its last index is kept, also where workers draw the epoch at once."""
+
+    def drawn(num_workers: int) -> tuple[list[Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        loader = DataLoader(
+            Drawing(6), batch_size=2, sampler=RandomSampler(range(6), generator=generator), num_workers=num_workers
+        )
+        tracked = TrackedLoader(loader, seeds=SampleSeeds(seed=3)).copy_of(loader)
+        return [batch for _ in range(3) for batch in tracked], generator.get_state()
+
+    batches, state = drawn(0)
+    for num_workers in (1, 2):
+        others, state_then = drawn(num_workers)
+        assert torch.equal(torch.stack(others), torch.stack(batches))
+        assert torch.equal(state_then, state)
 
 
 def test_a_fetch_in_the_process_leaves_the_generators() -> None:
