@@ -197,7 +197,8 @@ def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int)
     assert_resumes_exactly(fit, [KillAt(14)], options={**OPTIONS, "every_n_train_steps": 13})
 
 
-def test_refused_in_the_next_epoch_too() -> None:
+@pytest.mark.parametrize("kills", [(7,), (7, 8)], ids=["once", "twice"])
+def test_refused_in_the_next_epoch_too(kills: tuple[int, ...]) -> None:
     """So it is where all indices of the epoch had been drawn, and only those of the next one would differ."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
@@ -205,8 +206,8 @@ def test_refused_in_the_next_epoch_too() -> None:
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
         return fit_net(callbacks, directory, train=train)
 
-    # The second run leaves an autosave of its own, and has as many workers as the third.
-    faults = [KillAt(7), KillAt(0)]
+    # Of three runs, the second leaves an autosave of its own, with as many workers as the third.
+    faults = [KillAt(kill) for kill in kills]
     with pytest.raises(NotTheSame, match="draws random numbers while it goes on, and the number of workers"):
         assert_resumes_exactly(fit, faults, options={**OPTIONS, "every_n_train_steps": 1})
 
