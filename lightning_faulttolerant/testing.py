@@ -76,9 +76,8 @@ def assert_resumes_exactly(
 
     Compared are the contents of every batch, losses, learning rates, every value that a logger receives with its step,
     every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
-    and the states of those that the module and the loaders hold.
-
-    The uninterrupted run has no callback, but with ``worker_rng="per_sample"``: without it nothing seeds each sample.
+    and the states of those that the module and the loaders hold. The uninterrupted run has no callback, but with
+    ``worker_rng="per_sample"``: without it nothing seeds each sample.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
