@@ -292,6 +292,7 @@ class _IndexIterator(Iterator[Any]):
         self._side = side
         self._record = side.record
         self._indices = indices
+        self._may_draw = side.may_draw
         self._is_open = False
 
     def open(self) -> None:
@@ -301,9 +302,10 @@ class _IndexIterator(Iterator[Any]):
             self._indices = self._side.open(self._indices)
 
     def __next__(self) -> Any:
-        self.open()
+        if not self._is_open:
+            self.open()
         record = self._record
-        batch = self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
+        batch = self._side.draw(self._indices) if self._may_draw else next(self._indices)
         record.handed_out += 1
         record.recent.append(batch)
         return batch

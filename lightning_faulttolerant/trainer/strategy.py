@@ -14,6 +14,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -60,6 +61,7 @@ class Loaders:
         """Whether each training batch is fetched while the one before it is still to be trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.trackers: dict[str, TrackedLoader] = {}
+        self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
@@ -120,6 +122,7 @@ class Loaders:
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
+            self._index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader)
         tracked = tracker.copy_of(loader)
@@ -223,7 +226,10 @@ class Loaders:
 
     def num_handed_out(self) -> int:
         """Return how many index batches of the training epoch were drawn so far."""
-        return sum(t.index_side.record.handed_out for place, t in self.trackers.items() if place.startswith(TRAIN))
+        num = 0
+        for side in self._index_sides.values():  # at each boundary: a generator would cost more than all the rest
+            num += side.record.handed_out
+        return num
 
     def close_workers(self) -> None:
         """End all workers at once, those that are stuck too."""
@@ -241,6 +247,7 @@ class Loaders:
         for combined in compat.combined_loaders(self._trainer):
             combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
         self.trackers.clear()
+        self._index_sides.clear()
         self.untracked.clear()
         self._originals.clear()
 
