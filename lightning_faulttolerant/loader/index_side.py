@@ -318,7 +318,8 @@ class _IndexIterator(Iterator[Any]):
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
-        self.open()
+        if not self._is_open:
+            self.open()
         record, seeds = self._record, self._side.seeds
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from lightning.pytorch import Trainer
 
@@ -11,6 +10,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
 from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
@@ -28,7 +28,7 @@ class Boundary:
         stop: The stop signals.
         agreement: How the ranks agree on a stop.
         overhead_budget: Share of the time that captures may take.
-        wants_captures: Whether somebody needs one at each boundary all the same.
+        hook_saves: Knows whether somebody needs one at each boundary all the same.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Boundary:
         stop: StopSignals,
         agreement: Agreement,
         overhead_budget: float,
-        wants_captures: Callable[[], bool] = lambda: False,
+        hook_saves: HookSaves,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -50,8 +50,9 @@ class Boundary:
         self._stop = stop
         self._agreement = agreement
         self._budget = Budget(overhead_budget)
-        self._wants_captures = wants_captures
-        self._fetch_from_workers = loaders.has_workers()
+        self._hook_saves = hook_saves
+        self.fetches_from_workers = loaders.has_workers()
+        """Whether batches come from other processes: each fetch is to be noted, in `StopSignals.fetch_began`."""
         self._handed_out = -1
         self.capture: Capture | None = None
 
@@ -61,23 +62,15 @@ class Boundary:
         if signum is not None:
             self._save_for_stop()
             raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
-        if self._autosaver.is_due():
+        now = self._budget.now()
+        if now >= self._autosaver.due_at and self._autosaver.is_due():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
-        if self._budget.allows() or self._wants_captures():
+        if now >= self._budget.next_at or self._hook_saves.wants_captures:
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
             self._budget.spend(began)
-        if self._fetch_from_workers:
+        if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
-
-    def before_fetch(self) -> None:
-        """Note that a batch is asked for."""
-        if self._fetch_from_workers:
-            self._stop.fetch_began = time.monotonic()
-
-    def after_fetch(self) -> None:
-        """Note that the batch is there."""
-        self._stop.fetch_began = None
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""

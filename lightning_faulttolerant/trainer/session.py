@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,7 @@ class Session:
 
     def _make_boundary(self) -> Boundary:
         assert self.autosaver is not None
+        assert self._hook_saves is not None
         if self._boundary is None:
             self._boundary = Boundary(
                 self._trainer,
@@ -325,35 +327,41 @@ class Session:
                 stop=self._stop,
                 agreement=SoleRank(),
                 overhead_budget=self._options.overhead_budget,
-                wants_captures=lambda: self._hook_saves is not None and self._hook_saves.wants_captures,
+                hook_saves=self._hook_saves,
             )
         return self._boundary
 
     def _wrap_advance(self, original: Method) -> Method:
         def advance(data_fetcher: Any) -> None:
-            if self.autosaver is not None:
-                (self._boundary or self._make_boundary()).before_batch()
+            if self._boundary is not None:
+                self._boundary.before_batch()
+            elif self.autosaver is not None:
+                self._make_boundary().before_batch()
             original(data_fetcher)
 
         return advance
 
     def _wrap_before_fetch(self, original: Method) -> Method:
+        # Each call costs more than it seems: a training step leaves nothing of it in the processor's caches.
+        loaders, stop = self._loaders, self._stop
+
         def before_fetch() -> None:
-            if self._loaders.fetches_ahead:
-                self._loaders.mark()
-            if self._boundary is not None:
-                self._boundary.before_fetch()
+            if loaders.fetches_ahead:
+                loaders.mark()
+            if self._boundary is not None and self._boundary.fetches_from_workers:
+                stop.fetch_began = time.monotonic()
             original()
-            self._loaders.begin_fetch()
+            loaders.begin_fetch()
 
         return before_fetch
 
     def _wrap_after_fetch(self, original: Method) -> Method:
+        loaders, stop = self._loaders, self._stop
+
         def after_fetch() -> None:
-            self._loaders.end_fetch()
+            loaders.end_fetch()
             original()
-            if self._boundary is not None:
-                self._boundary.after_fetch()
+            stop.fetch_began = None
 
         return after_fetch
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
@@ -79,6 +80,7 @@ class Loaders:
         """Whether each training batch is fetched while the one before it is still to be trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.trackers: dict[str, TrackedLoader] = {}
+        self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
@@ -149,6 +151,7 @@ class Loaders:
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
+            self._index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
         tracked = tracker.copy_of(loader)
@@ -287,7 +290,10 @@ class Loaders:
 
     def num_handed_out(self) -> int:
         """Return how many index batches of the training epoch were drawn so far."""
-        return sum(t.index_side.record.handed_out for place, t in self.trackers.items() if place.startswith(TRAIN))
+        num = 0
+        for side in self._index_sides.values():  # at each boundary: a generator would cost more than all the rest
+            num += side.record.handed_out
+        return num
 
     def close_workers(self) -> None:
         """End all workers at once, those that are stuck too."""
@@ -305,6 +311,7 @@ class Loaders:
         for combined in compat.combined_loaders(self._trainer):
             combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
         self.trackers.clear()
+        self._index_sides.clear()
         self.untracked.clear()
         self._own.clear()
         self._originals.clear()
