@@ -38,10 +38,10 @@ from benchmarks.runs import (
 )
 from lightning_faulttolerant import FaultTolerance
 
-VARIANTS: dict[str, Callable[[], list[Callback]]] = {
-    "without": list,
-    "empty": lambda: [Callback()],
-    "with": lambda: [FaultTolerance()],
+VARIANTS: dict[str, Callable[..., list[Callback]]] = {
+    "without": lambda **options: [],
+    "empty": lambda **options: [Callback()],
+    "with": lambda **options: [FaultTolerance(**options)],
 }
 _WARM_UP_STEPS = 30
 _CHOICES = 200
@@ -59,6 +59,7 @@ class Case:
     dataset: Callable[[int], Dataset[Any]] = field(default_factory=lambda: partial(BareRandomDataset, 32))
     batch_size: int = 1
     steps_share: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, steps: int) -> DataLoader[Any]:
         """Return a loader of so many batches."""
@@ -88,6 +89,8 @@ CASES = {
         batch_size=64,
         steps_share=0.25,
     ),
+    "per sample": Case(model=TimedModel, num_workers=0, target=None, options={"worker_rng": "per_sample"}),
+    "per sample, 2 workers": Case(model=TimedModel, num_workers=2, target=None, options={"worker_rng": "per_sample"}),
     "own sampler": Case(model=TimedModel, num_workers=0, target=None, sampler=OwnSampler),
     "iterable": Case(model=TimedModel, num_workers=0, target=None, dataset=partial(Stream, 32)),
     "iterable, 2 workers": Case(model=TimedModel, num_workers=2, target=None, dataset=partial(Stream, 32)),
@@ -104,7 +107,7 @@ def step_times(case: Case, variant: str, steps: int, directory: Path) -> list[fl
     loader, model = case.loader(steps), case.model()
     gc.collect()
     with tempfile.TemporaryDirectory(dir=directory) as root:
-        fit(model, loader, VARIANTS[variant](), Path(root))
+        fit(model, loader, VARIANTS[variant](**case.options), Path(root))
     began: list[float] = model.began  # type: ignore[assignment]
     return [after - before for before, after in zip(began[_WARM_UP_STEPS:], began[_WARM_UP_STEPS + 1 :], strict=False)]
 
