@@ -242,8 +242,7 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended = True
                 self._note_draws(record)
-                if record.num_left:
-                    record.digest = sample_digest(record.last)
+                self._note_last(record)
                 self.on_end(record)
             raise
         record.num_samples += 1
@@ -260,9 +259,8 @@ class IterableSide(IterableDataset[Any]):
 
     def _note_batch(self, record: IterableRecord) -> None:
         self._note_draws(record)
-        if record.num_left:
-            record.digest, record.last = sample_digest(record.last), None
-        record.num_left = 0
+        self._note_last(record)
+        record.num_left, record.last = 0, None
         record.num_batches += 1
         if not self._in_worker:
             record.positions.append((record.num_batches, record.position()))
@@ -272,6 +270,11 @@ class IterableSide(IterableDataset[Any]):
             at, before = record.batch_begun
             record.log.note(at, before, self._moment().states())
             record.batch_begun = None
+
+    def _note_last(self, record: IterableRecord) -> None:
+        # Now: the training may change a sample that it has been given.
+        if record.num_left and record.way == _REPLAY:
+            record.digest = sample_digest(record.last)
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""

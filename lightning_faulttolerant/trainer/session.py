@@ -342,26 +342,23 @@ class Session:
         return advance
 
     def _wrap_before_fetch(self, original: Method) -> Method:
-        # Each call costs more than it seems: a training step leaves nothing of it in the processor's caches.
-        loaders, stop = self._loaders, self._stop
+        loaders = self._loaders
 
         def before_fetch() -> None:
             if loaders.fetches_ahead:
                 loaders.mark()
             if self._boundary is not None and self._boundary.fetches_from_workers:
-                stop.fetch_began = time.monotonic()
+                self._stop.fetch_began = time.monotonic()
             original()
             loaders.begin_fetch()
 
         return before_fetch
 
     def _wrap_after_fetch(self, original: Method) -> Method:
-        loaders, stop = self._loaders, self._stop
-
         def after_fetch() -> None:
-            loaders.end_fetch()
+            self._loaders.end_fetch()
             original()
-            stop.fetch_began = None
+            self._stop.fetch_began = None
 
         return after_fetch
 
