@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import Moment
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -213,10 +214,7 @@ class IterableSide(IterableDataset[Any]):
             " changed. Its samples would differ from the uninterrupted run. Give it state_dict and load_state_dict, or"
             " `set_epoch`; or pass strict=False."
         )
-        if self.strict:
-            raise NotExactError(message)
-        _log.warning(message)
-        self.not_exact.append(message)
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
@@ -289,8 +287,12 @@ class IterableSide(IterableDataset[Any]):
 
     def _restore(self, moment: Moment) -> None:
         set_rng_state(moment.rng)
-        if moment.held:
-            self._held.load_state_dict(moment.held)
+        missing = self._held.load_state_dict(moment.held) if moment.held else []
+        if missing:
+            reason = (
+                f"The iterable data set {type(self.user_dataset).__name__} is begun again: {lacks_generators(missing)}"
+            )
+            refuse(reason, strict=self.strict, not_exact=self.not_exact)
         for epoch in moment.sampler_epochs:
             self.go_to_epoch(epoch)
 
