@@ -1,10 +1,39 @@
-"""Which loaders can be resumed exactly, and why others can't."""
+"""Which loaders can be resumed exactly, why others can't, and what is done about what can't."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
-from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
+
+from lightning_faulttolerant.errors import NotExactError
+
+_log = logging.getLogger(__name__)
+
+
+def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
+    """Raise if `strict`; else add `reason` to `not_exact` and say it, once.
+
+    A worker does not say it: the main process does, which reads what its workers have to say.
+
+    Raises:
+        NotExactError: If `strict`.
+    """
+    if strict:
+        raise NotExactError(reason)
+    if reason not in not_exact:
+        not_exact.append(reason)
+        if get_worker_info() is None:
+            _log.warning(reason)
+
+
+def lacks_generators(paths: list[str]) -> str:
+    """Return the reason why a state with generators that are not there any more can't be gone on from."""
+    return (
+        f"there is no generator to restore the state of {', '.join(paths)} into. What is drawn from it would differ"
+        " from the uninterrupted run. Let its object make it before it is first used; or pass strict=False."
+    )
 
 
 def needs_no_position(loader: object) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
 from lightning_faulttolerant.loader.ring import WorkerRing
@@ -46,20 +47,44 @@ class CountedBatches(Iterator[Any]):
         batches: What torch gives.
         iteration: What is to know their number.
         before_first: Called right before the first batch is asked for.
+        not_exact: Gets what workers that were given something to go on from say against it.
     """
 
-    def __init__(self, batches: Iterator[Any], iteration: Iteration, *, before_first: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        iteration: Iteration,
+        *,
+        before_first: Callable[[], None],
+        not_exact: list[str],
+    ) -> None:
         self._batches = batches
         self._iteration = iteration
         self._before_first: Callable[[], None] | None = before_first
+        self._not_exact = not_exact
+        # Every worker has begun, and said what it has to say, once each has been asked for a batch and has answered.
+        self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
 
     def __next__(self) -> Any:
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
-        batch = next(self._batches)
+        return self._next()
+
+    def _next(self) -> Any:
+        try:
+            batch = next(self._batches)
+        finally:
+            if self._num_heard:
+                self._num_heard -= 1
+                self._hear()
         self._iteration.num_out += 1
         return batch
+
+    def _hear(self) -> None:
+        assert self._iteration.ring is not None
+        for reason in self._iteration.ring.said():
+            refuse(reason, strict=False, not_exact=self._not_exact)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
@@ -67,5 +92,4 @@ class CountedBatches(Iterator[Any]):
     def drop(self, num_batches: int) -> None:
         """Take the first batches out unseen: they were used before the resume."""
         for _ in range(num_batches):
-            next(self._batches)
-            self._iteration.num_out += 1
+            self._next()

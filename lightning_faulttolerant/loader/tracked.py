@@ -183,7 +183,12 @@ class TrackedLoader:
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         started = self._started()
-        batches = CountedBatches(self._made(make_iterator), started, before_first=self.on_first_batch)
+        batches = CountedBatches(
+            self._made(make_iterator),
+            started,
+            before_first=self.on_first_batch,
+            not_exact=self.index_side.not_exact,
+        )
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)

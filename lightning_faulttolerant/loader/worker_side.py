@@ -7,7 +7,6 @@ after each of the last batches, from which the main process picks the one that b
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import signal
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
-
-_log = logging.getLogger(__name__)
 
 WorkerState = dict[str, Any]
 
@@ -67,6 +64,8 @@ class WorkerSide:
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
+        self._not_exact: list[str] = []
+        self._num_said = 0
 
     @contextlib.contextmanager
     def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
@@ -97,15 +96,24 @@ class WorkerSide:
             self._resume(self.resume_from[worker_id], self._held)
         if self.iterable is not None:
             self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
+            self.iterable.not_exact = self._not_exact
             state = None if self.resume_from is None else self.resume_from[worker_id]
             self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
+        self._say_not_exact()
         self._leave_state()
 
     def _begin_iteration(self) -> None:
         assert self.ring is not None
         self.num_iterations += 1
+        self._say_not_exact()
         self._leave_state()
         self.ring.note_begin(self._worker, self.num_iterations, self._count)
+
+    def _say_not_exact(self) -> None:
+        assert self.ring is not None
+        if len(self._not_exact) > self._num_said:
+            self.ring.say(self._worker, self._not_exact)
+            self._num_said = len(self._not_exact)
 
     def _end_iteration(self, record: IterableRecord) -> None:
         assert self.ring is not None
@@ -117,21 +125,15 @@ class WorkerSide:
 
     def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
         missing = _load_worker_state(state, held)
-        if not missing:
-            return
-        message = (
-            f"Worker {self._worker} has no generator to restore the state of {', '.join(missing)} into. What is drawn"
-            " from it would differ from the uninterrupted run. Let its object make it before it is first used."
-        )
-        if self.strict:
-            raise NotExactError(message)
-        _log.warning(message)
+        if missing:
+            refuse(f"A worker goes on: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
 
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
         if self._worker >= 0 and self._per_sample is None:
             self._count += 1
+            self._say_not_exact()
             self._leave_state()
         return batch
 

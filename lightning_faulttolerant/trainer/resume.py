@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -64,7 +65,7 @@ class Resume:
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self.position: Position | None = None
-        self.report: ResumeReport | None = None
+        self._report: ResumeReport | None = None
         self.is_pending = True
         if self._part is None:
             self._without_our_part()
@@ -187,6 +188,14 @@ class Resume:
         self._not_exact += missing
         self.settle()
 
+    @property
+    def report(self) -> ResumeReport | None:
+        """What was restored, and what of it has turned out since not to be exact: a worker may say so later."""
+        return self._report and replace(self._report, not_exact=self._all_not_exact())
+
+    def _all_not_exact(self) -> tuple[str, ...]:
+        return (*self._not_exact, *self._loaders.not_exact)
+
     def settle(self) -> None:
         """End the resume and report it."""
         if not self.is_pending:
@@ -197,7 +206,7 @@ class Resume:
         saved = self._part["surroundings"] if self._part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
-        self.report = ResumeReport(
+        self._report = ResumeReport(
             path=self._path,
             position=str(position) if position is not None else "where Lightning takes it to be",
             epoch=self._trainer.current_epoch if position is None else position.epoch,
@@ -206,9 +215,9 @@ class Resume:
             else position.batch,
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
-            not_exact=(*self._not_exact, *self._loaders.not_exact),
+            not_exact=self._all_not_exact(),
             notes=tuple(notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}
-        rank_zero_info(f"\n{self.report}")  # a progress bar may stand in this line
+        rank_zero_info(f"\n{self._report}")  # a progress bar may stand in this line
