@@ -117,6 +117,7 @@ class Autosaver:
         is_first = self._saved_step is None
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
+        self._run_state.files.flush()
         path = self._series.save(
             checkpoint, epoch=position.epoch, batch=position.batch, global_step=position.global_step
         )

@@ -27,6 +27,7 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.position import FINISHED, Position
 from lightning_faulttolerant.trainer.results import load_results, results_state
 from lightning_faulttolerant.trainer.strategy import Loaders
@@ -71,11 +72,13 @@ class RunState:
     Args:
         trainer: Whose run it is.
         loaders: Its loaders.
+        files: What it has written beside its autosaves.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+    def __init__(self, trainer: Trainer, loaders: Loaders, files: RunFiles) -> None:
         self._trainer = trainer
         self._loaders = loaders
+        self.files = files
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
@@ -107,6 +110,7 @@ class RunState:
             "results": results_state(trainer),
             "flags": flags_state(module),
             "trainer": _trainer_state(trainer),
+            "files": self.files.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -123,6 +127,7 @@ class RunState:
             "buffers": lambda part: load_buffers(module, part),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
+            "files": lambda part: self.files.load_state_dict(part),
             "held": self._load_held,
             "rng": lambda part: set_rng_state(part),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +80,21 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         path, ours[KEY]["origin"] or "the beginning", aside,
     )  # fmt: skip
     return Choice(path=_as_given(given), origin=origin)
+
+
+def files_of(path: Path) -> Mapping[str, Any] | None:
+    """Return what a run had written beside the autosave at `path`, or ``None`` if that can't be read."""
+    try:
+        part = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(KEY)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        _log.debug("%s can't be read: %s", path, error)
+        return None
+    return written_files(part)
+
+
+def written_files(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return what a checkpoint says of files beside it; nothing where somebody else has saved it."""
+    return part["ranks"][0].get("files") if part is not None else None
 
 
 def _as_given(given: Any) -> str | None:

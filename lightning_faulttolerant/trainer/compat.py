@@ -7,6 +7,7 @@ contract test, with what breaks without each.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -35,6 +36,7 @@ SEAMS = {
     "trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "the step of values logged in validation",
     "trainer.fit_loop._last_train_dl_reload_epoch": "reload_dataloaders_every_n_epochs behind a resume",
     "trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "reload_dataloaders_every_n_epochs, likewise",
+    "trainer._run": "going on in the version that a logger had, with the files that ModelCheckpoint has there",
     "trainer._checkpoint_connector.resume_start": "choosing the autosave to resume from",
     "trainer._checkpoint_connector.restore_training_state": "resuming with a LearningRateFinder among the callbacks",
     "trainer._checkpoint_connector.dump_checkpoint": "autosaves",
@@ -138,6 +140,20 @@ def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, Any]) -> N
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint that is being restored from; empty if there is none."""
     return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
+    """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if that can't be known.
+
+    It is nowhere but in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
+    """
+    frame = inspect.currentframe()
+    code = getattr(trainer._run, "__code__", None)
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+            return (frame.f_locals["ckpt_path"],)
+        frame = frame.f_back
+    return None
 
 
 def current_hook(trainer: Trainer) -> str | None:
@@ -249,6 +265,11 @@ def seen_validation_batches(trainer: Trainer) -> dict[int, int]:
 def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> None:
     """Put back what `seen_validation_batches` gave."""
     trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(seen)
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step that the next values will be logged with."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -17,8 +17,10 @@ from lightning_faulttolerant.trainer.adapters import restore_best_models
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, Position
+from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -36,6 +38,7 @@ class Resume:
         choice: The checkpoint.
         loaders: The fit's loaders.
         fingerprint: What this run is.
+        files: What it has written beside its autosaves.
         strict: Whether what can't be restored exactly is an error.
 
     Raises:
@@ -43,12 +46,20 @@ class Resume:
     """
 
     def __init__(
-        self, trainer: Trainer, choice: Choice, loaders: Loaders, fingerprint: Fingerprint, *, strict: bool
+        self,
+        trainer: Trainer,
+        choice: Choice,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        files: RunFiles,
+        *,
+        strict: bool,
     ) -> None:
         self._trainer = trainer
         self._path = str(choice.path)
         self._loaders = loaders
         self._fingerprint = fingerprint
+        self._files = files
         self._strict = strict
         self._began = time.monotonic()
         self._not_exact: list[str] = []
@@ -103,6 +114,8 @@ class Resume:
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
         self._loaders.resume_from(self._state.get("loaders", {}))
+        if "files" in self._state:
+            self._files.resume_checkpoints(self._state["files"])
         if self.is_in_epoch:
             # Whoever asked for estimated_stepping_batches, or a finder, has made it already.
             with self._loaders.iterated_by_trainer():
@@ -182,8 +195,11 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
             not_exact=(*self._not_exact, *self._loaders.not_exact),
-            notes=tuple(notes),
+            notes=(*notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}
-        rank_zero_info(f"\n{self.report}")  # a progress bar may stand in this line
+        with above_the_bar():
+            rank_zero_info(f"{self.report}")
+        if position is not None and position.where in (BOUNDARY, VALIDATION):
+            go_on_at(self._trainer, position.batch)

@@ -73,6 +73,11 @@ class Run:
         self.num_open += 1
         return AutosaveSeries(self.directory / f"fit-{self.num_fits}", keep_last=keep_last)
 
+    def later_autosaves(self) -> list[Path]:
+        """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
+        later = (directory for directory in self.directory.glob("fit-*") if _number(directory) > self.num_fits)
+        return [path for directory in later for path in AutosaveSeries(directory).paths()[-1:]]
+
     def end_fit(self) -> None:
         """Note that a fit came to its end."""
         self.num_open -= 1

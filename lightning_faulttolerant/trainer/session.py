@@ -17,7 +17,8 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
-from lightning_faulttolerant.trainer.choice import Choice, choose
+from lightning_faulttolerant.trainer.choice import Choice, choose, files_of, written_files
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, position_of
@@ -52,7 +53,10 @@ class Session:
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = compat.Patches()
+        self._files = RunFiles(trainer, self._patches)
         self._choice: Choice | None = None
+        self._has_started = False
+        self.is_open = False
         self._resume: Resume | None = None
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
@@ -65,8 +69,23 @@ class Session:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
+    def begin(self) -> None:
+        """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
+        given = compat.given_checkpoint(self._trainer)
+        if given is None:
+            return
+        self._choice = choose(self._trainer, self._series, given[0], self._options)
+        part = self._choice.part
+        files = written_files(part)
+        if part is not None and files is not None:
+            # A fit that came to its end must not take from a later one what that has logged to the same files.
+            later = self._run.later_autosaves() if part["position"]["where"] == FINISHED else []
+            self._files.resume_loggers(files, later=[files_of(path) for path in later])
+
     def open(self) -> None:
         """Take the seams over."""
+        self.is_open = True
+        self._files.follow()
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
@@ -138,10 +157,12 @@ class Session:
 
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._choice is not None:  # a finder saves and restores its own checkpoint inside the fit
+            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
                 original(checkpoint_path, *args, **kwargs)
                 return
-            self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
+            self._has_started = True
+            if self._choice is None:
+                self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
             if self._choice.checkpoint is None:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
@@ -156,7 +177,7 @@ class Session:
     def _begin_resume(self) -> None:
         assert self._choice is not None
         self._resume = Resume(
-            self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict
+            self._trainer, self._choice, self._loaders, self._fingerprint, self._files, strict=self._options.strict
         )
 
     def _wrap_dump_checkpoint(self, original: Method) -> Method:
@@ -186,7 +207,7 @@ class Session:
     def _begin(self) -> None:
         """Begin the fit's real work: whatever a finder did before is over."""
         self._stop.install(compat.original_handlers(self._trainer))
-        self._run_state = RunState(self._trainer, self._loaders)
+        self._run_state = RunState(self._trainer, self._loaders, self._files)
         self._fingerprint.settings()
         if self._resume is not None:
             self._resume.begin()

@@ -1,0 +1,49 @@
+"""Progress bars behind a resume: they stand where the run stands, and say that it resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+
+@contextlib.contextmanager
+def above_the_bar() -> Iterator[None]:
+    """Let lines that are written meanwhile stand above a bar of tqdm's rather than in it."""
+    with Tqdm.external_write_mode(nolock=False):
+        yield
+
+
+def go_on_at(trainer: Trainer, batch: int) -> None:
+    """Let the trainer's bar begin in the middle of an epoch.
+
+    Lightning sets a bar up in ``on_train_epoch_start``, which is not called for an epoch that has begun already.
+
+    Args:
+        trainer: Whose bar.
+        batch: How many batches of the epoch are done.
+    """
+    bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    told = f"resumed at {batch}"
+    if isinstance(bar, TQDMProgressBar) and not bar.is_disabled:
+        # The class's own, since what a user's class does there it did when the epoch began.
+        TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
+        tqdm = bar.train_progress_bar
+        tqdm.n = tqdm.initial = batch
+        tqdm.set_description(f"{tqdm.desc.removesuffix(': ')} ({told})")
+    elif isinstance(bar, RichProgressBar) and not bar.is_disabled:
+        RichProgressBar.on_train_epoch_start(bar, trainer, module)
+        if bar.progress is None or bar.train_progress_bar_id is None:
+            return
+        task = bar.train_progress_bar
+        # Not update: it would take the batches from before for this process's, and the speed would be wrong.
+        bar.progress.reset(
+            bar.train_progress_bar_id,
+            total=task.total,
+            completed=batch,
+            description=f"{task.description.rstrip()} ({told})",
+        )
+        bar.refresh()
