@@ -148,9 +148,8 @@ def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
     It is nowhere but in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
     """
     frame = inspect.currentframe()
-    code = getattr(trainer._run, "__code__", None)
     while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
             return (frame.f_locals["ckpt_path"],)
         frame = frame.f_back
     return None

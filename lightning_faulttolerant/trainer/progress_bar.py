@@ -28,13 +28,13 @@ def go_on_at(trainer: Trainer, batch: int) -> None:
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
     told = f"resumed at {batch}"
-    if isinstance(bar, TQDMProgressBar) and not bar.is_disabled:
+    if isinstance(bar, TQDMProgressBar):
         # The class's own, since what a user's class does there it did when the epoch began.
         TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
         tqdm = bar.train_progress_bar
         tqdm.n = tqdm.initial = batch
         tqdm.set_description(f"{tqdm.desc.removesuffix(': ')} ({told})")
-    elif isinstance(bar, RichProgressBar) and not bar.is_disabled:
+    elif isinstance(bar, RichProgressBar):
         RichProgressBar.on_train_epoch_start(bar, trainer, module)
         if bar.progress is None or bar.train_progress_bar_id is None:
             return

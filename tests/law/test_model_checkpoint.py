@@ -172,6 +172,20 @@ def test_killed_anywhere(kill: int, tmp_path: Path) -> None:
     assert_same(run_whole_and_killed(main, tmp_path, [kill], every_n_train_steps=7))
 
 
+@pytest.mark.parametrize("kills", [[12, 1], [13, 3, 1]], ids=str)
+def test_killed_before_it_has_written_again(kills: list[int], tmp_path: Path) -> None:
+    """What is left over from the first process is still left over for the third; links count as written too."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        both = [
+            at(directory, filename="m", every_n_train_steps=3, save_top_k=-1, monitor="loss", save_last="link"),
+            at(directory, filename="m", every_n_epochs=1, save_top_k=-1, monitor="val_loss", save_last="link"),
+        ]
+        fit_saving(callbacks, directory, both, val_check_interval=2)
+
+    assert_same(run_whole_and_killed(main, tmp_path, kills, every_n_train_steps=7))
+
+
 LOGGERS: dict[str, Callable[[Path], Any]] = {
     "default": lambda directory: True,
     "named": lambda directory: TensorBoardLogger(directory, name="mine", version="first"),

@@ -92,11 +92,12 @@ def test_report_does_not_tear_the_bar(bar: str, tmp_path: Path) -> None:
     assert re.search(r"\n  exact [^\r\n|]*\n", output), output
 
 
-def test_bar_that_is_switched_off_stays_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_bar_that_is_switched_off_stays_so(bar: type[Any], tmp_path: Path) -> None:
     """A bar that shows nothing shows nothing behind a resume either."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        fit_net([TQDMProgressBar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
+        fit_net([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
 
     output = run_whole_and_killed(main, tmp_path, [5]).outputs[-1]
     assert "resumed at" not in output
