@@ -94,7 +94,7 @@ class CheckpointFiles:
     def _would_be_there(self, path: str, *, is_there: bool) -> bool:
         """Return whether there would be a file of that name without the interruption."""
         # Nobody is told of a link that is made, but its callback knows it.
-        known = {*self._touched, *(callback.last_model_path for callback in self._callbacks())}
+        known = self._touched
         if any(other == path or other.startswith(f"{path}/") for other in known):
             return is_there
         directory, name = os.path.split(path)
