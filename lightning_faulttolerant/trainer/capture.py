@@ -28,7 +28,7 @@ from lightning_faulttolerant.state.tensors import (
 )
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.position import FINISHED, Position
+from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.results import load_results, results_state
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -61,6 +61,11 @@ class Capture:
     extra: Mapping[str, Any]
     marks: TensorMarks
 
+    def instead(self) -> dict[str, Any]:
+        """Return what of it takes the place of parts of Lightning's checkpoint, as plain values and tensors."""
+        names = ("loops", "callbacks", "schedulers", "param_groups", "precision", "buffers", "extra")
+        return {name: getattr(self, name) for name in names}
+
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
         return self.marks.unmoved(moving_tensors(trainer))
@@ -84,7 +89,7 @@ class RunState:
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
-                "callbacks": _by_name(compat.callbacks(trainer)),
+                "callbacks": named_callbacks(compat.callbacks(trainer)),
             }
         )
 
@@ -103,7 +108,7 @@ class RunState:
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
-            "loaders": self._loaders.state_dict(None if position.where == FINISHED else position.batch),
+            "loaders": self._loaders.state_dict(in_epoch=self._is_iterating(position)),
             "gradients": gradients_state(module) if compat.is_accumulating(trainer) else {},
             "buffers": buffers_state(module, persistent=False),
             "metrics": metrics_state(module),
@@ -112,6 +117,12 @@ class RunState:
             "trainer": _trainer_state(trainer),
             "files": self.files.state_dict(),
         }
+
+    def _is_iterating(self, position: Position) -> bool:
+        """Return whether the training loaders' iterators of this place are those that the next batch comes from."""
+        if position.where == EPOCH_START:
+            return not compat.begins_anew(self._trainer)
+        return position.where not in (EPOCH_END, FINISHED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Put everything but the loaders' positions back, random generators last.
@@ -158,7 +169,7 @@ class RunState:
         )
 
 
-def _by_name(callbacks: list[Callback]) -> dict[str, Callback]:
+def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
     """Return callbacks by class and number among those of that class: one more in front renames no other."""
     named: dict[str, Callback] = {}
     for callback in callbacks:

@@ -47,7 +47,10 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the contents of a batch."""
         self._tell_resume(trainer)
-        self.write("batch", epoch=trainer.current_epoch, batch=batch_idx, content=digest(batch))
+        fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
+        place = compat.num_completed(trainer) if fetches else batch_idx
+        content = None if fetches else digest(batch)
+        self.write("batch", epoch=trainer.current_epoch, batch=place, content=content)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -55,7 +58,10 @@ class Recorder(Callback):
         """Record the loss and the learning rates."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         rates = [[exact(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-        self.write("step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates)
+        fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
+        self.write(
+            "step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates, **fetched
+        )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that a validation run begins."""

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.compat import SEAMS, Patches
@@ -56,6 +59,11 @@ OTHER_NAMES = {
     "_loaded_from_state_dict": "trainer.fit_loop",
     "_should_accumulate": "trainer.fit_loop.epoch_loop",
     "_iterator": "trainer.fit_loop._combined_loader",
+    "_resuming_from_checkpoint": "trainer.fit_loop",
+    "_skip_next_val": "trainer.fit_loop.epoch_loop",
+    "_module_mode": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_end": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_model_train": "trainer.fit_loop.epoch_loop.val_loop",
 }
 
 
@@ -89,6 +97,10 @@ ELSEWHERE = {
     "_early_exit",
     "_current_fx_name",
     "_on_after_fetch",
+    "_getframe",
+    "__name__",
+    *("_idx", "_consumed", "_batch_idx"),
+    *("_call_callback_hooks", "_call_lightning_module_hook"),
 }
 
 
@@ -104,6 +116,11 @@ def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
         assert hasattr(finder, "_early_exit"), "a Tuner's fits would be taken for trainings."
     assert hasattr(trainer.lightning_module, "_current_fx_name"), "the hook that saved would not be named."
     assert hasattr(trainer.fit_loop.epoch_loop, "_on_after_fetch"), "a stuck fetch would not be noticed."
+    for name in ("_idx", "_consumed"):
+        assert hasattr(_MaxSizeCycle([]), name), "a cycled loader would lose its place."
+    assert hasattr(_DataLoaderIterDataFetcher(), "_batch_idx"), "a step that fetches would count from 0."
+    for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
+        assert "hook_name" in getattr(call, name).__code__.co_varnames, "a hook that saves would not be known."
 
 
 class Owner:
