@@ -12,6 +12,7 @@ from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
+from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -111,7 +112,7 @@ class Boundary:
 
         None is where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """
-        if self.capture is None or compat.overrides_save_hook(self._trainer):
+        if self.capture is None or overrides_save_hook(self._trainer):
             return False
         return self.capture.is_current(self._trainer)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,8 @@ class Choice:
     checkpoint: dict[str, Any] | None = None
     sets_aside: str | None = None
     """Autosaves of this run that it leaves, to be set aside once it has begun."""
+    autosave: str | None = None
+    """The newest autosave of this run, where that is not what the fit starts from."""
 
     @property
     def part(self) -> Mapping[str, Any] | None:
@@ -75,8 +76,8 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours)
     if is_newest:
         rank_zero_info(f"{path} is further on than the autosave {newest}.")
-        return Choice(path=_as_given(given), origin=ours[KEY]["origin"])
-    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest))
+        return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=str(newest))
+    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest), autosave=str(newest))
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
@@ -88,21 +89,6 @@ def set_aside(series: AutosaveSeries, choice: Choice) -> None:
         "This fit starts from %s, the autosaves of this run continue another one: they are now in %s.",
         choice.path, aside,
     )  # fmt: skip
-
-
-def files_of(path: Path) -> Mapping[str, Any] | None:
-    """Return what a run had written beside the autosave at `path`, or ``None`` if that can't be read."""
-    try:
-        part = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(KEY)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        _log.debug("%s can't be read: %s", path, error)
-        return None
-    return written_files(part)
-
-
-def written_files(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of files beside it; nothing where somebody else has saved it."""
-    return part["ranks"][0].get("files") if part is not None else None
 
 
 def _as_given(given: Any) -> str | None:

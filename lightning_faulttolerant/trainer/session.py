@@ -12,17 +12,20 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_faulttolerant.errors import CheckpointError, TrainingStopped
+from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
-from lightning_faulttolerant.trainer.choice import Choice, choose, files_of, set_aside, written_files
+from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.files.compat import given_checkpoint
+from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
@@ -50,12 +53,12 @@ class Session:
         self._trainer = trainer
         self._options = options
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
-        self._run: Run = _open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
         self._loaders = Loaders(trainer, strict=options.strict)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
-        self._patches = compat.Patches()
+        self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._choice: Choice | None = None
         self._has_started = False
@@ -75,16 +78,10 @@ class Session:
 
     def begin(self) -> None:
         """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
-        given = compat.given_checkpoint(self._trainer)
-        if given is None:
-            return
-        self._choice = choose(self._trainer, self._series, given[0], self._options)
-        part = self._choice.part
-        files = written_files(part)
-        if part is not None and files is not None:
-            # A fit that came to its end must not take from a later one what that has logged to the same files.
-            later = self._run.later_autosaves() if part["position"]["where"] == FINISHED else []
-            self._files.resume_loggers(files, later=[files_of(path) for path in later])
+        given = given_checkpoint(self._trainer)
+        if given is not None:
+            self._choice = choose(self._trainer, self._series, given[0], self._options)
+            go_on_in_files(self._files, self._run, self._choice)
 
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
@@ -399,13 +396,3 @@ class Session:
             self._loaders.begin_fetch()
 
         return before_fetch
-
-
-def _open_run(dirpath: Path, run_id: str) -> Run:
-    try:
-        return open_run(dirpath, run_id)
-    except OSError as error:
-        raise CheckpointError(
-            f"The autosaves of this run can't be written to {dirpath / run_id}: {error}. Nothing could be resumed."
-            " Pass FaultTolerance(dirpath=...) a directory that can be written."
-        ) from error

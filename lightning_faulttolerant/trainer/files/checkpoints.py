@@ -14,8 +14,8 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files import compat as files_compat
+from lightning_faulttolerant.trainer.files import compat
+from lightning_faulttolerant.trainer.patches import Patches
 
 
 class CheckpointFiles:
@@ -26,7 +26,7 @@ class CheckpointFiles:
         patches: What takes our part off them again.
     """
 
-    def __init__(self, trainer: Trainer, patches: compat.Patches) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
         self._found: dict[str, list[str]] = {}
@@ -56,7 +56,7 @@ class CheckpointFiles:
         current = (self._num_changes, [(callback.dirpath, callback.last_model_path) for callback in callbacks])
         if self._found_for != current:
             self._found, self._found_for = self._as_uninterrupted(_listed(_directories(callbacks))), current
-        states = {callback.state_key: files_compat.model_checkpoint_state(callback) for callback in callbacks}
+        states = {callback.state_key: compat.model_checkpoint_state(callback) for callback in callbacks}
         return {"found": self._found, "callbacks": states}
 
     def _as_uninterrupted(self, found: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -83,7 +83,7 @@ class CheckpointFiles:
         """Put back what each ModelCheckpoint keeps to itself; to be called behind ``on_train_start``."""
         for callback in self._callbacks():
             if callback.state_key in state["callbacks"]:
-                files_compat.load_model_checkpoint(callback, state["callbacks"][callback.state_key])
+                compat.load_model_checkpoint(callback, state["callbacks"][callback.state_key])
 
     def _wrap_file_exists(self, original: Any) -> Any:
         def file_exists(filepath: Any, trainer: Trainer) -> bool:
@@ -94,7 +94,7 @@ class CheckpointFiles:
     def _would_be_there(self, path: str, *, is_there: bool) -> bool:
         """Return whether there would be a file of that name without the interruption."""
         # Nobody is told of a link that is made, but its callback knows it.
-        known = self._touched
+        known = self._touched | {callback.last_model_path for callback in self._callbacks()}
         if any(other == path or other.startswith(f"{path}/") for other in known):
             return is_there
         directory, name = os.path.split(path)

@@ -1,16 +1,20 @@
-"""The private names of Lightning's loggers and of its ModelCheckpoint that this package touches, on 2.5.6 to 2.6.6."""
+"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: of loggers, ModelCheckpoint, Trainer."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 # Each with what breaks without it.
+TRAINER_SEAMS = {"_run": "going on in the version that a logger had, with the files that ModelCheckpoint has there"}
+EPOCH_LOOP_SEAMS = {"_batches_that_stepped": "TensorBoard drops what was logged behind the resumed step"}
 MODEL_CHECKPOINT_SEAMS = {
     "_last_global_step_saved": "a step that was saved before the interruption is saved again behind it",
     "_last_checkpoint_saved": "save_last='link' and save_last behind a resume",
@@ -26,6 +30,24 @@ TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged behind the re
 CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
 
 _ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
+    """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if that can't be known.
+
+    It is nowhere but in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+            return (frame.f_locals["ckpt_path"],)
+        frame = frame.f_back
+    return None
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step that the next values will be logged with."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files import compat as files_compat
+from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
+from lightning_faulttolerant.trainer.patches import Patches
 
-FileLogger = files_compat.FileLogger
+FileLogger = compat.FileLogger
 
 
 class _Follower(Protocol):
@@ -39,7 +39,7 @@ class LoggerFiles:
         patches: What takes our counting off the loggers again.
     """
 
-    def __init__(self, trainer: Trainer, patches: compat.Patches) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._patches = patches
         self._followers: dict[int, tuple[dict[str, Any], _Follower]] = {}
@@ -68,7 +68,7 @@ class LoggerFiles:
         if root != state["root_dir"]:
             self.notes.append(f"{key} logs to {root} now; what was logged so far is in {state['log_dir']}")
             return False
-        if not files_compat.takes_next_version(logger) and logger.version != state["version"]:
+        if not compat.takes_next_version(logger) and logger.version != state["version"]:
             self.notes.append(
                 f"{key} was given version {logger.version!r}; what was logged so far is in {state['log_dir']}"
             )
@@ -76,16 +76,16 @@ class LoggerFiles:
         if not get_filesystem(state["log_dir"]).isdir(state["log_dir"]):
             self.notes.append(f"{key} begins anew: {state['log_dir']} is gone")
             return False
-        if files_compat.has_begun(logger) and logger.version != state["version"]:
+        if compat.has_begun(logger) and logger.version != state["version"]:
             self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it goes on in {state['log_dir']}")
-        files_compat.set_version(logger, state["version"])
+        compat.set_version(logger, state["version"])
         return True
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return how much each logger that has begun its files has logged so far."""
         states = []
         for key, logger in self._keyed():
-            if not files_compat.has_begun(logger):
+            if not compat.has_begun(logger):
                 continue
             if id(logger) not in self._followers:
                 self._followers[id(logger)] = (_identity(key, logger), self._follow(logger))
@@ -118,7 +118,7 @@ class LoggerFiles:
 class _CSVRows:
     """Counts the rows that a CSVLogger has logged, and their columns."""
 
-    def __init__(self, logger: CSVLogger, patches: compat.Patches) -> None:
+    def __init__(self, logger: CSVLogger, patches: Patches) -> None:
         self._logger = logger
         self._writer = logger.experiment
         file = MetricsFile(self._writer.metrics_file_path)
@@ -155,7 +155,7 @@ _last_steps: weakref.WeakKeyDictionary[TensorBoardLogger, int] = weakref.WeakKey
 class _TensorBoardSteps:
     """Knows the highest step that a TensorBoardLogger has logged, pictures and histograms of users' included."""
 
-    def __init__(self, logger: TensorBoardLogger, patches: compat.Patches, trainer: Trainer) -> None:
+    def __init__(self, logger: TensorBoardLogger, patches: Patches, trainer: Trainer) -> None:
         self._logger = logger
         self._trainer = trainer
         self._last_step = _last_steps.get(logger, -1)
@@ -200,7 +200,7 @@ def _has_lightnings_files(logger: FileLogger) -> bool:
 def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> None:
     if isinstance(logger, TensorBoardLogger):
         _last_steps[logger] = state["purge_step"] - 1
-        files_compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)
+        compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)
         return
     file = MetricsFile(os.path.join(logger.log_dir, "metrics.csv"))
     num_rows = file.num_rows()
@@ -210,4 +210,4 @@ def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: 
         )
     elif cuts:
         file.cut(state["num_rows"], state["columns"])
-    files_compat.go_on_in_csv(logger, file.columns())
+    compat.go_on_in_csv(logger, file.columns())

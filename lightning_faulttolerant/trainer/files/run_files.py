@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
+from lightning_faulttolerant.trainer.patches import Patches
 
 
 class RunFiles:
@@ -20,7 +20,7 @@ class RunFiles:
         patches: What takes our part off them again.
     """
 
-    def __init__(self, trainer: Trainer, patches: compat.Patches) -> None:
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._loggers = LoggerFiles(trainer, patches)
         self._checkpoints = CheckpointFiles(trainer, patches)
 

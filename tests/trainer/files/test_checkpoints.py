@@ -8,8 +8,8 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_faulttolerant.trainer.compat import Patches
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
+from lightning_faulttolerant.trainer.patches import Patches
 from tests.runs import make_trainer
 
 

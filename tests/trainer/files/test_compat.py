@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -14,6 +15,8 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning_faulttolerant.trainer.files import compat
 
 OWNERS: dict[str, Any] = {
+    "TRAINER_SEAMS": lambda: Trainer,
+    "EPOCH_LOOP_SEAMS": lambda: Trainer(logger=False).fit_loop.epoch_loop,
     "MODEL_CHECKPOINT_SEAMS": ModelCheckpoint,
     "LOGGER_SEAMS": lambda: CSVLogger("."),
     "TENSORBOARD_SEAMS": lambda: TensorBoardLogger("."),
