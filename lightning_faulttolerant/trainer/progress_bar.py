@@ -9,6 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_faulttolerant.trainer.position import VALIDATION_END, Position
+
 
 @contextlib.contextmanager
 def above_the_bar() -> Iterator[None]:
@@ -17,22 +19,21 @@ def above_the_bar() -> Iterator[None]:
         yield
 
 
-def go_on_at(trainer: Trainer, batch: int) -> None:
-    """Let the trainer's bar begin in the middle of an epoch.
+def go_on_at(trainer: Trainer, position: Position) -> None:
+    """Let the trainer's bar begin in the middle of an epoch, at `position`.
 
     Lightning sets a bar up in ``on_train_epoch_start``, which is not called for an epoch that has begun already.
-
-    Args:
-        trainer: Whose bar.
-        batch: How many batches of the epoch are done.
     """
     bar, module = trainer.progress_bar_callback, trainer.lightning_module
+    batch = position.batch
     told = f"resumed at {batch}"
     if isinstance(bar, TQDMProgressBar):
         # The class's own, since what a user's class does there it did when the epoch began.
         TQDMProgressBar.on_train_epoch_start(bar, trainer, module)
         tqdm = bar.train_progress_bar
         tqdm.n = tqdm.initial = batch
+        if position.where == VALIDATION_END:  # of a run that has not begun in this process, and yet will be closed
+            bar.val_progress_bar = Tqdm(disable=True)
         tqdm.set_description(f"{tqdm.desc.removesuffix(': ')} ({told})")
     elif isinstance(bar, RichProgressBar):
         RichProgressBar.on_train_epoch_start(bar, trainer, module)

@@ -124,7 +124,7 @@ class Resume:
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
         self._loaders.resume_from(self._state.get("loaders", {}))
-        if "files" in self._state:
+        if "files" in self._state and self._files.goes_on:
             self._files.resume_checkpoints(self._state["files"])
         if self.is_in_epoch:
             self._loaders.holds_back = True
@@ -220,5 +220,5 @@ class Resume:
         self._state, self._callback_states = {}, {}
         with above_the_bar():
             rank_zero_info(f"{self.report}")
-        if position is not None and position.where in (BOUNDARY, VALIDATION):
-            go_on_at(self._trainer, position.batch)
+        if position is not None and position.is_in_epoch:
+            go_on_at(self._trainer, position)

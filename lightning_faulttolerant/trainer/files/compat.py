@@ -1,4 +1,4 @@
-"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: of loggers, ModelCheckpoint, Trainer."""
+"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def _is_finished(part: Mapping[str, Any] | None) -> bool:
 
 
 def _part_of(path: Path | str | None) -> Mapping[str, Any] | None:
-    """Return our part of a checkpoint, or ``None`` if that can't be read."""
+    """Return our part of a checkpoint, or ``None`` if there is none or it can't be read."""
+    if path is None:
+        return None
     try:
         part: Mapping[str, Any] | None = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(KEY)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:

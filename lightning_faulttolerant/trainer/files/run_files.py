@@ -23,6 +23,8 @@ class RunFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._loggers = LoggerFiles(trainer, patches)
         self._checkpoints = CheckpointFiles(trainer, patches)
+        self.goes_on = False
+        """Whether the files that are there are those of the run that goes on."""
 
     @property
     def notes(self) -> list[str]:
