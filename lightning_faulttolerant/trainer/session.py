@@ -18,6 +18,7 @@ from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -55,7 +56,7 @@ class Session:
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
-        self._loaders = Loaders(trainer, strict=options.strict)
+        self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual())
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = Patches()

@@ -12,9 +12,11 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
@@ -34,6 +36,7 @@ class Mark:
     combined: Mapping[str, Any] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
+    own: Mapping[str, Any]
 
 
 class Loaders:
@@ -42,16 +45,19 @@ class Loaders:
     Args:
         trainer: Whose fit it is.
         strict: Whether a loader that can't be resumed exactly is an error.
+        manual: Whether positions are those that the user's own objects keep, and no loader is replaced.
     """
 
-    def __init__(self, trainer: Trainer, *, strict: bool) -> None:
+    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False) -> None:
         self._trainer = trainer
         self._strict = strict
+        self._manual = manual
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
         """Whether an iteration that is asked for now is the trainer's own."""
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
+        self._states_of_own: Mapping[str, Any] = {}
         self._mark: Mark | None = None
         self._is_marked = False
         self.holds_back = False
@@ -63,6 +69,7 @@ class Loaders:
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
+        self._own: dict[str, OwnState] = {}
         self.not_exact: list[str] = []
 
     @contextlib.contextmanager
@@ -89,6 +96,8 @@ class Loaders:
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
         self._states = states.get("places", {})
+        self._states_of_own = states.get("own", {})
+        self.load_own(self._states_of_own)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -100,13 +109,15 @@ class Loaders:
 
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning."""
-        self._states = {}
+        self._states, self._states_of_own = {}, {}
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
+        if self._manual:
+            return self._leave(stage, place, loader)
         reason = why_not_exact(loader)
         if reason is not None:
             self.untracked[place] = loader
@@ -127,6 +138,24 @@ class Loaders:
         self._check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return tracked
+
+    def _leave(self, stage: str, place: str, loader: Any) -> Any:
+        own = self._own[place] = OwnState(loader)
+        self.untracked[place] = loader
+        if isinstance(loader, DataLoader):
+            self.fingerprints[place] = loader_fingerprint(loader)
+            self._check(place, self.fingerprints[place])
+        reason = own.why_not_exact()
+        if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
+            self._refuse(place, reason)
+        self.load_own(self._states_of_own, place)
+        return loader
+
+    def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
+        """Give the user's objects the states that they had, right before they are iterated over."""
+        for place, state in states.items():
+            if place in self._own and only in (None, place):
+                self._own[place].load_state_dict(state)
 
     def _resume(self, place: str, tracker: TrackedLoader) -> None:
         if place in self._states:
@@ -167,6 +196,7 @@ class Loaders:
             combined=compat.combined_state(self._trainer),
             rng=rng_state(),
             held={place: tracker.held.state_dict() for place, tracker in training.items()},
+            own=self._own_states(),
         )
 
     def _before_first_batch(self) -> None:
@@ -199,11 +229,18 @@ class Loaders:
                 num_out = iteration.num_out
             places[place] = tracker.state_dict(num_out if in_epoch and iteration is not None else None, iteration)
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
+        own = self._own_states()
+        if mark is not None:
+            own.update({place: state for place, state in mark.own.items() if place.startswith(TRAIN)})
         return {
             "places": places,
+            "own": own,
             "combined": combined if in_epoch else None,
             "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
         }
+
+    def _own_states(self) -> dict[str, Any]:
+        return {place: own.state_dict() for place, own in self._own.items()}
 
     def held_state(self) -> dict[str, dict[str, bytes]]:
         """Return the generators that the loaders' objects hold."""
@@ -242,6 +279,7 @@ class Loaders:
             combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
         self.trackers.clear()
         self.untracked.clear()
+        self._own.clear()
         self._originals.clear()
 
 
