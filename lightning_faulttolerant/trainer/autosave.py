@@ -94,6 +94,7 @@ class Autosaver:
 
     def make_part_for(self, save: HookSave) -> dict[str, Any]:
         """Return our part of a checkpoint that somebody else asks for."""
+        self._run_state.files.flush()
         more = {"instead": save.instead, "before_validation": save.before_validation}
         return {
             **self.make_part(save.position, save.state),

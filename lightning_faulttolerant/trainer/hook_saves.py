@@ -129,6 +129,10 @@ class HookSaves:
             order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         behind, lost = [], []
+        if self._run_state.files.saves_in_its_hook(saver):
+            name, function = order[own][0], _overridden(saver, hook)
+            behind += [name] if _is_lightnings(function) else []
+            lost += [] if _is_lightnings(function) else [f"the rest of {type(saver).__name__}.{hook}"]
         for name, owner in order[own + 1 :]:
             function = _overridden(owner, hook)
             if function is None or _is_ours(function):

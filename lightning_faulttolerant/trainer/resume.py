@@ -124,8 +124,8 @@ class Resume:
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
         self._loaders.resume_from(self._state.get("loaders", {}))
-        if "files" in self._state and self._files.goes_on:
-            self._files.resume_checkpoints(self._state["files"])
+        if "files" in self._state:
+            self._files.resume_checkpoints(self._state["files"], self._path)
         if self.is_in_epoch:
             self._loaders.holds_back = True
         elif "trainer" in self._state:

@@ -65,18 +65,6 @@ def test_killed_in_every_validation(kill: int, num_workers: int) -> None:
 
 
 @each_num_workers
-@pytest.mark.parametrize("kill", [3, 9])
-def test_killed_before_another_autosave(kill: int, num_workers: int) -> None:
-    """A run goes on from the autosave at its first boundary, before which it has drawn no index, as from any other."""
-    [_, again] = assert_resumes_exactly(
-        lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
-        [KillAt(kill), KillAt(1)],
-        options={"every_n_train_steps": 3},
-    )
-    assert (again.epoch, again.batch) == divmod(kill, NUM_BATCHES)
-
-
-@each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
 def test_three_interruptions(every: int, num_workers: int) -> None:
     """A run that is interrupted three times, by kills and by a stop, goes on exactly each time."""

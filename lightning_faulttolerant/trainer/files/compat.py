@@ -20,7 +20,11 @@ MODEL_CHECKPOINT_SEAMS = {
     "_last_checkpoint_saved": "save_last='link' and save_last behind a resume",
     "_defer_save_until_validation": "a save that waits for a validation run, across an interruption",
     "_last_time_checked": "train_time_interval behind a resume",
+    "_train_time_interval": "a resume from a file that train_time_interval had saved",
+    "_save_topk_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
+    "_save_last_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
 }
+SAVE_TOPK, SAVE_LAST = "_save_topk_checkpoint", "_save_last_checkpoint"
 LOGGER_SEAMS = {
     "_version": "a logger goes on in the version that it had",
     "_get_next_version": "a version that somebody named is told from one that was taken",
@@ -60,8 +64,31 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
     }
 
 
+def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
+    """Return the same and its own state, from which its `hook`, called again, does again what it is about to do."""
+    own = callback.state_dict()
+    own["best_k_models"] = dict(own["best_k_models"])
+    state = {**model_checkpoint_state(callback), "own": own}
+    if hook == "on_train_batch_end" and callback._train_time_interval is not None:
+        state["seconds"] = callback._train_time_interval.total_seconds()  # it was due, and is due again
+    return state
+
+
+def as_saved(attributes: Mapping[str, Any], path: str, step: int) -> dict[str, Any]:
+    """Return `attributes` of `model_checkpoint_state` as they are once `path` has been written."""
+    return {**attributes, "_last_global_step_saved": step, "_last_checkpoint_saved": path}
+
+
+def saved_last_at(callback: ModelCheckpoint) -> int:
+    """Return the optimizer step of the last save."""
+    return callback._last_global_step_saved
+
+
 def load_model_checkpoint(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
-    """Put back what `model_checkpoint_state` gave."""
+    """Put back what `model_checkpoint_state` or `model_checkpoint_state_to_save_again` gave."""
+    for name, value in state.get("own", {}).items():
+        if name != "dirpath":
+            setattr(callback, name, value)
     callback.current_score = state["current_score"]
     callback._last_time_checked = None if state["seconds"] is None else time.monotonic() - state["seconds"]
     for name, value in state["attributes"].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
@@ -53,9 +53,18 @@ class RunFiles:
         kept = None if None in later else {logger["log_dir"] for files in later if files for logger in files["loggers"]}
         self._loggers.resume(state["loggers"], kept=kept)
 
-    def resume_checkpoints(self, state: Mapping[str, Any]) -> None:
-        """Let ModelCheckpoints go on; to be called when they are set up and before one saves."""
-        self._checkpoints.resume(state["checkpoints"])
+    def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
+        """Let ModelCheckpoints go on; to be called when they are set up and before one saves.
+
+        Args:
+            state: What `state_dict` gave.
+            path: The checkpoint that it was in.
+        """
+        self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on)
+
+    def saves_in_its_hook(self, callback: Callback | None) -> bool:
+        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can do once more."""
+        return self._checkpoints.saves_in_its_hook(callback)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what nobody but the callbacks knows; to be called behind ``on_train_start``."""

@@ -26,7 +26,7 @@ def resumed(trainer: Trainer, directory: Path, names: list[str]) -> CheckpointFi
     """Return the files of a run that resumed where `names` were there."""
     files = CheckpointFiles(trainer, Patches())
     files.follow()
-    files.resume({"found": {str(directory): names}})
+    files.resume({"found": {str(directory): names}}, "elsewhere.ckpt")
     return files
 
 
