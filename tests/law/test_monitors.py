@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_max_time_is_that_of_the_whole_run(tmp_path: Path) -> None:
     batches, seconds, _ = zip(*_watched(tmp_path / "watched"), strict=True)
     assert batches == tuple(range(len(batches)))
     assert 7 < len(batches) <= 20
+    assert all(behind >= before + _SECONDS for before, behind in pairwise(seconds))
     assert seconds[-2] < limit <= float((tmp_path / "watched.end").read_text())
     assert "Time limit reached" in ended.output
 
