@@ -56,7 +56,8 @@ class Session:
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
-        self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual())
+        is_per_sample = options.worker_rng == "per_sample"
+        self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = Patches()

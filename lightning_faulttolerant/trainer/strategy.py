@@ -12,12 +12,15 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.own_state import OwnState
-from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
@@ -46,9 +49,19 @@ class Loaders:
         trainer: Whose fit it is.
         strict: Whether a loader that can't be resumed exactly is an error.
         manual: Whether positions are those that the user's own objects keep, and no loader is replaced.
+        is_per_sample: Whether the generators are seeded before each sample.
+
+    Raises:
+        ValueError: If both are asked for.
     """
 
-    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False, is_per_sample: bool = False) -> None:
+        if manual and is_per_sample:
+            raise ValueError(
+                'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual leaves all'
+                " loaders as they are: their samples would not be seeded. Drop one of the two."
+            )
+        self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
         self._strict = strict
         self._manual = manual
@@ -98,6 +111,8 @@ class Loaders:
         self._states = states.get("places", {})
         self._states_of_own = states.get("own", {})
         self.load_own(self._states_of_own)
+        if self._seeds is not None:
+            self._seeds.resume_from(self._states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -121,10 +136,13 @@ class Loaders:
         reason = why_not_exact(loader)
         if reason is not None:
             self.untracked[place] = loader
-            if stage == TRAIN or not needs_no_position(loader):
+            # What is not seeded per sample would depend on the number of workers.
+            is_seeded = self._seeds is not None and isinstance(loader, DataLoader)
+            if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer))
+        seeds = self._seeds_of(place, loader)
+        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.is_followed = lambda: self.is_trainers
         tracker.index_side.not_exact = self.not_exact
@@ -132,12 +150,21 @@ class Loaders:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
         self.trackers[place] = tracker
-        self.fingerprints[place] = loader_fingerprint(loader)
+        self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
         tracked = tracker.copy_of(loader)
         self._originals.append((tracked, loader))
         self._check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return tracked
+
+    def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
+        if self._seeds is None:
+            return None
+        reason = why_not_per_sample(loader)
+        if reason is None:
+            return self._seeds.of(place)
+        rank_zero_info(f"Loader {place} needs the same number of workers at each resume: {reason}.")
+        return None
 
     def _leave(self, stage: str, place: str, loader: Any) -> Any:
         own = self._own[place] = OwnState(loader)

@@ -178,3 +178,10 @@ def test_state_that_does_not_keep_its_word_is_seen() -> None:
     fit = manual_fit(lambda: DataLoader(NoisyDataset(), batch_size=4, sampler=Forgets()))
     with pytest.raises(NotTheSame):
         assert_resumes_exactly(fit, [KillAt(3)], options={"every_n_train_steps": 1})
+
+
+@pytest.mark.usefixtures("manual")
+def test_samples_are_not_seeded(tmp_path: Path) -> None:
+    """No loader is replaced, so that samples could not be seeded one by one: asking for both is refused."""
+    with pytest.raises(ValueError, match=r'worker_rng="per_sample" seeds the samples of loaders, and .*manual'):
+        fit_net([FaultTolerance(worker_rng="per_sample")], tmp_path, train=StatefulBatches(sized=True), max_epochs=1)
