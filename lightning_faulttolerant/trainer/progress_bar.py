@@ -48,3 +48,10 @@ def go_on_at(trainer: Trainer, position: Position) -> None:
             description=f"{task.description.rstrip()} ({told})",
         )
         bar.refresh()
+
+
+def begin_next(trainer: Trainer) -> None:
+    """Let the bar of the epoch behind the resumed one begin at 0: tqdm would show its first rate as a negative one."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        bar.train_progress_bar.initial = 0

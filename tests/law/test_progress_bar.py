@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
+from tests.hook_saves import assert_goes_on_from, saver
 from tests.kills import run_whole_and_killed
 from tests.runs import fit_net
 
@@ -72,11 +73,33 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     )
     assert [line[:4] for line in resumed] == [line[:4] for line in whole[kill:]]
     assert [line[:4] for line in whole[:2]] == [[0, 0, 0, 8], [0, 1, 1, 8]]
+    assert "-00:00" not in runs.outputs[-1]  # nor is a rate below 0
     epoch, batch = divmod(kill, 8)
     for number, _, _, _, text in resumed:
         assert re.match(rf"Epoch {number}\b", text)
         assert (f"resumed at {batch}" in text) == (number == epoch)
     assert f"begins epoch {epoch}" not in runs.outputs[-1]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize(
+    ("bar", "hook"),
+    [
+        ("tqdm", "on_train_epoch_start"),
+        ("tqdm", "on_train_batch_end"),
+        ("tqdm", "on_validation_end"),
+        ("rich", "on_validation_end"),
+        ("tqdm that leaves", "on_train_epoch_end"),
+    ],
+)
+def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_behind: bool) -> None:
+    """A run goes on from a checkpoint of any hook, whether the bar's own was called by then or is still to be."""
+
+    def users() -> list[Callback]:
+        both = [saver(hook, 1), BARS[bar]()]
+        return both if is_behind else both[::-1]
+
+    assert_goes_on_from(hook, users=users, enable_progress_bar=True)
 
 
 @pytest.mark.parametrize("bar", ["tqdm", "rich"])
