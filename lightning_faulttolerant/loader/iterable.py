@@ -7,7 +7,7 @@ A data set that keeps a state of its own from one iteration to the next, and can
 that is drawn again is another one, or, where none is drawn again (between two iterations, and before the first sample),
 an attribute has another value behind the first sample than it had in the iteration before. The latter sees whole
 numbers and short texts only, of the data set and of the data sets and samplers that it holds, and only from the second
-iteration of a process on. A state that is kept otherwise (in a file, a global, a list of samples left over), or that one
+iteration of a process on. A state that is kept otherwise (in a file, a global, samples left over), or that one
 iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
 """
 

@@ -27,7 +27,9 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
+from lightning_faulttolerant.trainer.monitors.states import load_monitors, monitors_state
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -76,11 +78,13 @@ class RunState:
     Args:
         trainer: Whose run it is.
         loaders: Its loaders.
+        files: What it has written beside its autosaves.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+    def __init__(self, trainer: Trainer, loaders: Loaders, files: RunFiles) -> None:
         self._trainer = trainer
         self._loaders = loaders
+        self.files = files
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
@@ -112,6 +116,8 @@ class RunState:
             "results": results_state(trainer),
             "flags": flags_state(module),
             "trainer": _trainer_state(trainer),
+            "files": self.files.state_dict(),
+            "monitors": monitors_state(trainer),
         }
 
     def _is_iterating(self, position: Position) -> bool:
@@ -134,6 +140,8 @@ class RunState:
             "buffers": lambda part: load_buffers(module, part),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
+            "files": lambda part: self.files.load_state_dict(part),
+            "monitors": lambda part: load_monitors(trainer, part),
             "held": self._load_held,
             "rng": lambda part: set_rng_state(part),
         }

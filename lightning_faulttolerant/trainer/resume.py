@@ -17,8 +17,10 @@ from lightning_faulttolerant.trainer.adapters import restore_best_models
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
+from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -36,6 +38,7 @@ class Resume:
         choice: The checkpoint.
         loaders: The fit's loaders.
         fingerprint: What this run is.
+        files: What it has written beside its autosaves.
         strict: Whether what can't be restored exactly is an error.
         nearest: The newest autosave of this run, to name where this checkpoint won't do.
 
@@ -49,6 +52,7 @@ class Resume:
         choice: Choice,
         loaders: Loaders,
         fingerprint: Fingerprint,
+        files: RunFiles,
         *,
         strict: bool,
         nearest: str | None = None,
@@ -57,6 +61,7 @@ class Resume:
         self._path = str(choice.path)
         self._loaders = loaders
         self._fingerprint = fingerprint
+        self._files = files
         self._strict = strict
         self._nearest = nearest
         self._began = time.monotonic()
@@ -120,6 +125,8 @@ class Resume:
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
         self._loaders.resume_from(self._state.get("loaders", {}))
+        if "files" in self._state:
+            self._files.resume_checkpoints(self._state["files"], self._path)
         if self.is_in_epoch:
             self._loaders.holds_back = True
         elif "trainer" in self._state:
@@ -216,8 +223,11 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
             not_exact=self._all_not_exact(),
-            notes=tuple(notes),
+            notes=(*notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}
-        rank_zero_info(f"\n{self._report}")  # a progress bar may stand in this line
+        with above_the_bar():
+            rank_zero_info(f"{self._report}")
+        if position is not None and position.is_in_epoch:
+            go_on_at(self._trainer, position)
