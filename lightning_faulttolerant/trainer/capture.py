@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -27,6 +27,12 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.callback_state import (
+    averaged_tensors,
+    callbacks_by_name,
+    callbacks_state,
+    load_callbacks,
+)
 from lightning_faulttolerant.trainer.position import FINISHED, Position
 from lightning_faulttolerant.trainer.results import load_results, results_state
 from lightning_faulttolerant.trainer.strategy import Loaders
@@ -41,6 +47,7 @@ PARTS = {
     "metrics": "metrics",
     "results": "logged values",
     "flags": "training and frozen flags",
+    "callbacks": "what callbacks keep and do not save",
     "trainer": "trainer attributes",
 }
 
@@ -81,7 +88,7 @@ class RunState:
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
-                "callbacks": _by_name(compat.callbacks(trainer)),
+                "callbacks": callbacks_by_name(compat.callbacks(trainer)),
             }
         )
 
@@ -106,6 +113,7 @@ class RunState:
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
+            "callbacks": callbacks_state(trainer),
             "trainer": _trainer_state(trainer),
         }
 
@@ -117,6 +125,7 @@ class RunState:
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
+            "callbacks": lambda part: load_callbacks(trainer, part),
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": lambda part: load_gradients(module, part),
@@ -153,19 +162,9 @@ class RunState:
         )
 
 
-def _by_name(callbacks: list[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class and number among those of that class: one more in front renames no other."""
-    named: dict[str, Callback] = {}
-    for callback in callbacks:
-        name = type(callback).__qualname__
-        number = sum(key.partition("#")[0] == name for key in named)
-        named[f"{name}#{number}"] = callback
-    return named
-
-
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that an optimizer step changes: parameters and optimizer states."""
-    tensors: list[Tensor] = list(trainer.lightning_module.parameters())
+    """Return what a dump of Lightning's takes as it is then: parameters, optimizer states, averaged weights."""
+    tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

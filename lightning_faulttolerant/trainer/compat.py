@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -23,7 +29,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
@@ -154,8 +160,8 @@ def overrides_save_hook(trainer: Trainer) -> bool:
     module = datamodule(trainer)
     if module is not None and _keeps_state(type(module)):
         return True
-    users = (c for c in callbacks(trainer) if not type(c).__module__.startswith(_NOT_USERS))
-    return any(type(c).on_save_checkpoint is not Callback.on_save_checkpoint for c in users)
+    # What a user's class inherits from one of Lightning's is Lightning's; a LambdaCallback's hook is its instance's.
+    return any(not c.on_save_checkpoint.__module__.startswith(_NOT_USERS) for c in callbacks(trainer))
 
 
 def _keeps_state(kind: type[LightningDataModule]) -> bool:
@@ -278,6 +284,58 @@ def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
     if not int(os.environ.get("PL_SEED_WORKERS", "0")):
         return None
     return partial(pl_worker_init_function, rank=trainer.global_rank)
+
+
+# Callbacks.
+
+# Lightning 2.5 has none.
+WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(
+    getattr(lightning_callbacks, name) for name in ("WeightAveraging",) if hasattr(lightning_callbacks, name)
+)
+
+
+def averaged_models(trainer: Trainer) -> list[nn.Module]:
+    """Return the models that WeightAveraging writes into a checkpoint as they are when it is written."""
+    averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
+    return [c._average_model for c in averaging if c._average_model is not None]
+
+
+def latest_update_epoch(callback: Any) -> int:
+    """Return behind which epoch a WeightAveraging averaged last."""
+    epoch: int = callback._latest_update_epoch
+    return epoch
+
+
+def set_latest_update_epoch(callback: Any, epoch: int) -> None:
+    """Put back what `latest_update_epoch` gave."""
+    callback._latest_update_epoch = epoch
+
+
+def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+    """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
+    max_epochs = trainer.fit_loop.max_epochs
+    return {
+        "initialized": callback._initialized,
+        "updates_batch_norm": trainer.fit_loop._skip_backward,
+        "accumulate_grad_batches": getattr(callback, "_accumulate_grad_batches", None),
+        "num_added_epochs": 0 if max_epochs is None else max_epochs - callback._max_epochs,
+    }
+
+
+def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+    """Put back of `averaging_state` what no hook of the callback's sets up again."""
+    if state["accumulate_grad_batches"] is not None:
+        callback._accumulate_grad_batches = state["accumulate_grad_batches"]
+    trainer.fit_loop.max_epochs = callback._max_epochs + state["num_added_epochs"]
+
+
+def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) -> None:
+    """Let a StochasticWeightAveraging swap the scheduler as in its first epoch, and do nothing else."""
+    epoch, latest, end = trainer.current_epoch, callback._latest_update_epoch, callback._max_epochs
+    callback._latest_update_epoch = epoch
+    callback._max_epochs = end if end == -1 else max(end, epoch + 1)
+    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    callback._latest_update_epoch, callback._max_epochs = latest, end
 
 
 # Logged results.

@@ -82,7 +82,8 @@ def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
 
 def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class and the arguments of an optimizer."""
-    defaults = {name: _plain(value) for name, value in optimizer.defaults.items()}
+    # torch adds this default when it loads a state.
+    defaults = {"differentiable": False, **{name: _plain(value) for name, value in optimizer.defaults.items()}}
     return {"class": type(optimizer).__qualname__, **defaults}
 
 
@@ -160,8 +161,13 @@ def _plain(value: Any) -> Any:
         return sorted(str(_plain(item)) for item in value)
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if value is None or isinstance(value, bool):
         return value
+    # What derives from them, an Enum of Lightning's or a float of NumPy's, would not load with weights_only=True.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
     # The default text of an object holds its address, which is another one in every process.
     text = repr(value)
     return f"a {type(value).__qualname__}" if " at 0x" in text else text

@@ -1,0 +1,141 @@
+"""What Lightning's callbacks keep and don't save: one small adapter each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAveraging
+from torch import Tensor
+
+from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
+from lightning_faulttolerant.trainer import compat
+
+
+class Adapter(Protocol):
+    """Reads and puts back what one kind of callback keeps besides its ``state_dict``."""
+
+    def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
+        """Return a copy of it as plain values."""
+
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> None:
+        """Put it back, in the middle of an epoch or behind the end of the fit."""
+
+
+class _LearningRates:
+    """LearningRateMonitor's history: it is made anew at each start."""
+
+    def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
+        return {
+            "lrs": {name: _packed(values) for name, values in callback.lrs.items()},
+            "momentum": dict(callback.last_momentum_values),
+            "weight_decay": dict(callback.last_weight_decay_values),
+        }
+
+    def load_state_dict(self, trainer: Trainer, callback: LearningRateMonitor, state: Mapping[str, Any]) -> None:
+        callback.lrs = {name: _unpacked(values) for name, values in state["lrs"].items()}
+        callback.last_momentum_values = dict(state["momentum"])
+        callback.last_weight_decay_values = dict(state["weight_decay"])
+
+
+class _Averaging:
+    """StochasticWeightAveraging: what it does at the start of an epoch, which a resume inside the epoch skips.
+
+    It swaps the scheduler for one of its own, and turns the epoch behind the last into one that trains nothing and
+    only updates batch norm. The callback does both again by its own hook; what that moves is put back.
+    """
+
+    def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+        return compat.averaging_state(trainer, callback)
+
+    def load_state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+        module, [optimizer] = trainer.lightning_module, trainer.optimizers
+        buffers, groups = buffers_state(module), [dict(group) for group in optimizer.param_groups]
+        if state["initialized"]:
+            compat.swap_scheduler_again(trainer, callback)
+        if state["updates_batch_norm"]:
+            callback.on_train_epoch_start(trainer, module)
+        for group, restored in zip(optimizer.param_groups, groups, strict=True):
+            group.update(restored)
+        load_buffers(module, buffers)
+        compat.load_averaging(trainer, callback, state)
+
+
+class _WeightAveraging:
+    """The epoch behind which WeightAveraging averaged last."""
+
+    def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
+        return {"latest_update_epoch": compat.latest_update_epoch(callback)}
+
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> None:
+        compat.set_latest_update_epoch(callback, state["latest_update_epoch"])
+
+
+_ADAPTERS: list[tuple[type[Callback], Adapter]] = [
+    (LearningRateMonitor, _LearningRates()),
+    (StochasticWeightAveraging, _Averaging()),
+    *((kind, _WeightAveraging()) for kind in compat.WEIGHT_AVERAGING),
+]
+
+
+def callbacks_state(trainer: Trainer) -> dict[str, Any]:
+    """Return a copy of what the trainer's callbacks keep and don't save, by the callback's name."""
+    return {
+        name: adapter.state_dict(trainer, callback)
+        for name, callback in callbacks_by_name(compat.callbacks(trainer)).items()
+        for kind, adapter in _ADAPTERS
+        if isinstance(callback, kind)
+    }
+
+
+def load_callbacks(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
+    """Put it back; return the names of callbacks that are not there any more."""
+    found = callbacks_by_name(compat.callbacks(trainer))
+    for kind, adapter in _ADAPTERS:
+        for name, callback in found.items():
+            if name in state and isinstance(callback, kind):
+                adapter.load_state_dict(trainer, callback, state[name])
+    return sorted(state.keys() - found.keys())
+
+
+def callbacks_by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class and number among those of that class: one more in front renames no other."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        number = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{number}"] = callback
+    return named
+
+
+def averaged_tensors(trainer: Trainer) -> list[Tensor]:
+    """Return the tensors that callbacks write into a checkpoint as they are when it is written."""
+    models = compat.averaged_models(trainer)
+    return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+
+@contextmanager
+def validated_weights_put_back(trainer: Trainer) -> Iterator[None]:
+    """Undo for a while the swap that WeightAveraging makes for a validation run."""
+    swapping = [c for c in compat.callbacks(trainer) if isinstance(c, compat.WEIGHT_AVERAGING)]
+    module = trainer.lightning_module
+    for callback in swapping:
+        callback.on_validation_epoch_end(trainer, module)
+    try:
+        yield
+    finally:
+        for callback in swapping:
+            callback.on_validation_epoch_start(trainer, module)
+
+
+def _packed(values: list[Any]) -> Any:
+    # A value for each step of a long run: a tensor is an eighth of the size, and read and written in no time.
+    is_plain = all(type(value) is float for value in values)
+    return torch.tensor(values, dtype=torch.float64) if is_plain else list(values)
+
+
+def _unpacked(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
