@@ -132,11 +132,12 @@ def _put_capture(checkpoint: dict[str, Any], capture: Capture, precision_key: st
     checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
     checkpoint["loops"]["fit_loop"] = capture.loops
     checkpoint["callbacks"] = capture.callbacks
-    checkpoint["state_dict"].update(capture.extra)
+    # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
+    checkpoint.get("current_model_state", checkpoint["state_dict"]).update(capture.extra)
     checkpoint["lr_schedulers"] = capture.schedulers
     for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
         pairs = zip(state["param_groups"], groups, strict=True)
-        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
+        state["param_groups"] = [{**kept, "params": group["params"]} for group, kept in pairs]
     if precision_key in checkpoint:
         checkpoint[precision_key] = capture.precision
 

@@ -118,17 +118,18 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
 
 
 @contextmanager
-def validated_weights_put_back(trainer: Trainer) -> Iterator[None]:
-    """Undo for a while the swap that WeightAveraging makes for a validation run."""
-    swapping = [c for c in compat.callbacks(trainer) if isinstance(c, compat.WEIGHT_AVERAGING)]
+def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
+    """Undo for a while the swap of weights that WeightAveraging makes for a validation run."""
     module = trainer.lightning_module
-    for callback in swapping:
-        callback.on_validation_epoch_end(trainer, module)
+    # Lightning's own methods, not what a subclass makes of them: they swap, and do nothing else.
+    swapping = [(k, c) for k in compat.WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
+    for kind, callback in swapping:
+        kind.on_validation_epoch_end(callback, trainer, module)
     try:
         yield
     finally:
-        for callback in swapping:
-            callback.on_validation_epoch_start(trainer, module)
+        for kind, callback in swapping:
+            kind.on_validation_epoch_start(callback, trainer, module)
 
 
 def _packed(values: list[Any]) -> Any:

@@ -69,6 +69,9 @@ class Capture:
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
+        num_groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        if num_groups != [len(groups) for groups in self.param_groups]:
+            return False  # a BaseFinetuning has unfrozen something
         return self.marks.unmoved(moving_tensors(trainer))
 
 

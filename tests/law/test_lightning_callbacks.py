@@ -1,0 +1,359 @@
+"""The law for Lightning's own callbacks: averages, unfreezing, accumulation by epoch, early stopping, monitors, time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.runs import Net, RaiseAt, assert_exact, fit_net
+
+EVERY_STEP = {"every_n_train_steps": 1}
+ALWAYS = {"overhead_budget": 1.0}
+NUM_BATCHES = 8
+
+
+class PlainNet(Net):
+    """No batch norm; a scheduler per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
+
+
+class NormNet(PlainNet):
+    """With batch norm, of a momentum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.2), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+class UnscheduledNet(NormNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+def swa(strategy: str = "cos") -> list[Callback]:
+    return [StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=3, annealing_strategy=strategy)]
+
+
+# 4 epochs: the second, third and fourth are averaged; with batch norm there is a fifth that only updates it.
+@pytest.mark.parametrize("kill", [3, 8, 9, 20, 24, 31])
+@pytest.mark.parametrize("module", [PlainNet, NormNet, UnscheduledNet])
+def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
+    """Killed before the averaging, in its epochs and between them, averages and schedule go on."""
+    [cost] = assert_exact(swa, KillAt(kill), module=module, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("kill", [33, 36, 39])
+def test_stochastic_weight_averaging_in_the_epoch_that_updates_batch_norm(kill: int, strategy: str) -> None:
+    """Killed in the last epoch, which trains nothing, the running statistics go on."""
+    options = {"train_time_interval": timedelta(microseconds=1)}  # it steps no optimizer
+    [cost] = assert_exact(lambda: swa(strategy), KillAt(kill), module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [7, 15, 39])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int) -> None:
+    """Killed or stopped in the validation run of an epoch before, in and behind the averaging, it goes on."""
+    options = {**ALWAYS, "train_time_interval": timedelta(microseconds=1)}
+    fault = KillAt(kill, hook="validation", signum=signum)
+    [cost] = assert_exact(swa, fault, module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == (kill // NUM_BATCHES, 7 + (signum == signal.SIGTERM))
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 4])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+def test_exception_beside_stochastic_weight_averaging(hook: str, epoch: int) -> None:
+    """What is saved behind an exception at the seams of its epochs is the state from before the seam."""
+    [cost] = assert_exact(swa, RaiseAt(hook, epoch), module=NormNet, max_epochs=4, options=ALWAYS)
+    assert cost.exit_code == 1
+
+
+def assert_finished_run_runs_again(directory: Path, users: Callable[[], list[Callback]], **arguments: Any) -> None:
+    """Hold a finished fit that is started again to what it left the first time: nothing is trained, all is there."""
+    first, again = (
+        fit_net([*users(), FaultTolerance(run_id="finished")], directory, module=NormNet(), **arguments)
+        for _ in range(2)
+    )
+    report = again.callbacks[1].resume_report
+    assert report is not None
+    assert report.position == "behind the end of the fit"
+    state, state_again = first.lightning_module.state_dict(), again.lightning_module.state_dict()
+    assert all(torch.equal(state[name], state_again[name]) for name in state)
+    for trainer in (first, again):
+        found = [trainer.max_epochs, trainer.current_epoch, trainer.accumulate_grad_batches, trainer.should_stop]
+        assert found == [3, 4, 1, False]
+    assert str(first.callbacks[0].state_dict()) == str(again.callbacks[0].state_dict())
+    [config], [config_again] = first.lr_scheduler_configs, again.lr_scheduler_configs
+    assert config.scheduler.get_last_lr() == config_again.scheduler.get_last_lr()
+
+
+def test_finished_run_with_averages_runs_again(tmp_path: Path) -> None:
+    """A finished fit with averaged weights, started again, trains nothing and is what it was."""
+    assert_finished_run_runs_again(tmp_path, swa, max_epochs=3)
+
+
+def test_finished_run_with_averages_does_not_grow(tmp_path: Path) -> None:
+    """More epochs behind a fit that ended with averaged weights are refused: the trained ones are gone."""
+    fit_net([*swa(), FaultTolerance(run_id="grown")], tmp_path, module=PlainNet(), max_epochs=3)
+    with pytest.raises(NotExactError, match="averaged weights in place of the trained ones"):
+        fit_net([*swa(), FaultTolerance(run_id="grown")], tmp_path, module=PlainNet(), max_epochs=5)
+
+
+# Unfreezing.
+
+
+class Backbone(LightningModule):
+    """A backbone with batch norm, and a head that alone is optimized at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.head(self.backbone(batch)).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.head(self.backbone(batch)).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Unfreezing(BaseFinetuning):
+    """Freezes all of the backbone, its norm included; unfreezes it in two steps, with arguments of their own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer, lr=0.005)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone[:3], optimizer)
+            optimizer.param_groups[-1]["weight_decay"] = 0.3
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 16, 23, 28])
+def test_unfreezing(kill: int) -> None:
+    """Killed before, in and behind the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
+    [cost] = assert_exact(lambda: [Unfreezing()], KillAt(kill), module=Backbone, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 21])
+def test_unfreezing_a_backbone(kill: int) -> None:
+    """So it is with a BackboneFinetuning, which moves the learning rate of its group."""
+    users = lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)]  # noqa: E731
+    [cost] = assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 7)), ("on_train_epoch_end", (1, 8))])
+def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
+    """What is saved never has groups that its moment had not: behind an unfreezing the last autosave stays."""
+    users = lambda: [Unfreezing()]  # noqa: E731
+    [cost] = assert_exact(users, RaiseAt(hook, 1), module=Backbone, max_epochs=3, options={**ALWAYS, **EVERY_STEP})
+    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+
+
+# Accumulation by epoch, and stopping early.
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 18])
+def test_accumulation_by_epoch(kill: int) -> None:
+    """The factor is that of the epoch in which the run goes on."""
+    users = lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]  # noqa: E731
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_exact(users, KillAt(kill), max_epochs=3, options=options)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [11, 13, 20])
+@pytest.mark.parametrize("arguments", [{"min_epochs": 4}, {"min_steps": 29}], ids=["epochs", "steps"])
+def test_early_stopping_within_an_epoch(arguments: dict[str, int], kill: int) -> None:
+    """A wish to stop that came from a validation run in an epoch, and has to wait, ends the run where it would have."""
+
+    def users() -> list[Callback]:
+        return [EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False)]
+
+    [cost] = assert_exact(users, KillAt(kill), val_check_interval=4, max_epochs=6, **arguments)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+# Monitors and users' callbacks.
+
+
+class TwoRates(PlainNet):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layers[0].parameters()}, {"params": self.layers[2].parameters(), "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("kill", [3, 8, 13])
+@pytest.mark.parametrize("interval", ["step", "epoch", None])
+def test_learning_rate_monitor(interval: Any, kill: int) -> None:
+    """Loggers get the same rates at the same steps, and its history is that of the whole run."""
+
+    def users() -> list[Callback]:
+        return [LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)]
+
+    [cost] = assert_exact(users, KillAt(kill), module=TwoRates, max_epochs=3, logger=RecordsNothing())
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [8, 13])
+def test_learning_rate_monitor_of_an_unfreezing(kill: int) -> None:
+    """So it is where groups are added, and the names of the rates change."""
+    users = lambda: [Unfreezing(), LearningRateMonitor()]  # noqa: E731
+    assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4, logger=RecordsNothing())
+
+
+class RecordsNothing(DummyLogger):
+    """A monitor of learning rates wants a logger from the start; the recorder's comes later."""
+
+
+class CountsHooks(Callback):
+    """Counts the calls of each hook in its state; what it has counted scales the weights."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = dict(state_dict)
+
+
+def counting(hook: str) -> Callable[..., None]:
+    def count(self: CountsHooks, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.counts[hook] = self.counts.get(hook, 0) + 1
+        if hook == "on_train_batch_start":
+            with torch.no_grad():
+                next(pl_module.parameters()).mul_(1 + 0.001 * sum(self.counts.values()))
+
+    return count
+
+
+for counted in (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+):
+    setattr(CountsHooks, counted, counting(counted))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(KillAt(kill) for kill in (3, 4, 8, 13)),
+        KillAt(3, hook="validation", signum=signal.SIGTERM),
+        KillAt(7, hook="validation", signum=signal.SIGTERM),
+        *(RaiseAt(hook, 1) for hook in ("on_train_epoch_start", "on_validation_end", "on_train_epoch_end")),
+    ],
+)
+def test_callback_whose_state_changes_in_every_hook(fault: Any) -> None:
+    """Each hook is counted once for each time that it would have run in an uninterrupted run."""
+    assert_exact(lambda: [CountsHooks()], fault, val_check_interval=4, options={**ALWAYS, **EVERY_STEP})
+
+
+def test_lambda_callback() -> None:
+    """Functions given to a LambdaCallback run as often as they would have."""
+
+    def scale(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            next(pl_module.parameters()).mul_(0.99)
+
+    users = lambda: [LambdaCallback(on_train_epoch_start=scale, on_train_batch_end=scale)]  # noqa: E731
+    assert_exact(users, KillAt(13))
+
+
+def test_lambda_callback_that_saves_of_now() -> None:
+    """A LambdaCallback that adds to each checkpoint what is so now keeps captures from being saved."""
+
+    def users() -> list[Callback]:
+        seen: list[int] = []
+        return [
+            LambdaCallback(
+                on_train_batch_start=lambda *_: seen.append(0),
+                on_save_checkpoint=lambda trainer, module, checkpoint: checkpoint.update(seen=len(seen)),
+                on_load_checkpoint=lambda trainer, module, checkpoint: seen.extend([0] * checkpoint["seen"]),
+                on_train_epoch_end=lambda trainer, module: module.log("seen", float(len(seen))),
+            )
+        ]
+
+    options = {**ALWAYS, "every_n_train_steps": 3}
+    [cost] = assert_exact(users, RaiseAt("on_train_batch_end", 1), options=options)
+    assert (cost.epoch, cost.batch) == (0, 6)
+
+
+# Time.
+
+
+class Clock(Timer):
+    """Notes what it has left whenever a batch begins, and writes it down."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        with open(Path(trainer.default_root_dir) / "left.txt", "a") as file:
+            file.write(f"{os.getpid()} {trainer.global_step} {self.time_remaining()}\n")
+
+
+def test_time_that_has_passed_goes_on(tmp_path: Path) -> None:
+    """A run that goes on has the time left that it had there, and its limit ends it."""
+    duration = timedelta(seconds=60)
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        slow = LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.1))
+        return fit_net([Clock(duration), slow, *callbacks], tmp_path)
+
+    assert_resumes_exactly(fit, [KillAt(5)], options={**EVERY_STEP, "dirpath": tmp_path / "runs"})
+    lines = [line.split() for line in (tmp_path / "left.txt").read_text().splitlines()]
+    left = [(process, int(step), float(seconds)) for process, step, seconds in lines]
+    processes = list(dict.fromkeys(process for process, _, _ in left))
+    killed, resumed = processes[-2:]
+    before = max(seconds for process, step, seconds in left if process == killed and step == 5)
+    behind = max(seconds for process, step, seconds in left if process == resumed and step == 5)
+    assert behind == pytest.approx(before, abs=0.5)
