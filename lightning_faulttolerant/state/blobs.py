@@ -28,6 +28,10 @@ def tensor_to_blob(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+# Marks a uint8 tensor that is one: a mask, an image in a metric.
+_NO_BLOB = "\0uint8"
+
+
 class BlobInterner:
     """Turns the bytes in a nested state into tensors, equal bytes into one tensor.
 
@@ -44,6 +48,8 @@ class BlobInterner:
             if state not in self._tensors:
                 self._tensors[state] = blob_to_tensor(state)
             return self._tensors[state]
+        if isinstance(state, Tensor) and state.dtype == torch.uint8:
+            return {_NO_BLOB: state}
         if isinstance(state, dict):
             return {key: self.pack(value) for key, value in state.items()}
         if isinstance(state, list):
@@ -52,9 +58,11 @@ class BlobInterner:
 
 
 def unpack_blobs(state: Any) -> Any:
-    """Return a copy of `state` in which every uint8 tensor is ``bytes`` again."""
+    """Return a copy of `state` in which every ``bytes`` is again what it was."""
     if isinstance(state, Tensor) and state.dtype == torch.uint8:
         return tensor_to_blob(state)
+    if isinstance(state, dict) and _NO_BLOB in state:
+        return state[_NO_BLOB]
     if isinstance(state, dict):
         return {key: unpack_blobs(value) for key, value in state.items()}
     if isinstance(state, list):

@@ -64,20 +64,9 @@ class _Averaging:
         compat.load_averaging(trainer, callback, state)
 
 
-class _WeightAveraging:
-    """The epoch behind which WeightAveraging averaged last."""
-
-    def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
-        return {"latest_update_epoch": compat.latest_update_epoch(callback)}
-
-    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> None:
-        compat.set_latest_update_epoch(callback, state["latest_update_epoch"])
-
-
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
     (LearningRateMonitor, _LearningRates()),
     (StochasticWeightAveraging, _Averaging()),
-    *((kind, _WeightAveraging()) for kind in compat.WEIGHT_AVERAGING),
 ]
 
 
@@ -115,6 +104,12 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
     """Return the tensors that callbacks write into a checkpoint as they are when it is written."""
     models = compat.averaged_models(trainer)
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+
+def ends_with_averages(trainer: Trainer) -> bool:
+    """Return whether a callback puts averaged weights in place of the trained ones at the end of the fit."""
+    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *compat.WEIGHT_AVERAGING)
+    return any(isinstance(callback, kinds) for callback in compat.callbacks(trainer))
 
 
 @contextmanager

@@ -288,27 +288,14 @@ def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
 
 # Callbacks.
 
-# Lightning 2.5 has none.
-WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(
-    getattr(lightning_callbacks, name) for name in ("WeightAveraging",) if hasattr(lightning_callbacks, name)
-)
+# Empty in Lightning 2.5, which has none.
+WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
 
 
 def averaged_models(trainer: Trainer) -> list[nn.Module]:
     """Return the models that WeightAveraging writes into a checkpoint as they are when it is written."""
     averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
     return [c._average_model for c in averaging if c._average_model is not None]
-
-
-def latest_update_epoch(callback: Any) -> int:
-    """Return behind which epoch a WeightAveraging averaged last."""
-    epoch: int = callback._latest_update_epoch
-    return epoch
-
-
-def set_latest_update_epoch(callback: Any, epoch: int) -> None:
-    """Put back what `latest_update_epoch` gave."""
-    callback._latest_update_epoch = epoch
 
 
 def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The law for Lightning's own callbacks: averages, unfreezing, accumulation by epoch, early stopping, monitors, time."""
+"""The law for Lightning's own callbacks: averages, unfreezing, accumulation by epoch, stopping, monitors, time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from lightning_faulttolerant.trainer.compat import WEIGHT_AVERAGING
+from lightning_faulttolerant.trainer.recorder import digest
+from tests.processes import run
 from tests.runs import Net, RaiseAt, assert_exact, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
@@ -62,6 +64,7 @@ class UnscheduledNet(NormNet):
 
 
 def swa(strategy: str = "cos") -> list[Callback]:
+    """Return an averaging from the second epoch on."""
     return [StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=3, annealing_strategy=strategy)]
 
 
@@ -101,35 +104,52 @@ def test_exception_beside_stochastic_weight_averaging(hook: str, epoch: int) -> 
     assert cost.exit_code == 1
 
 
-def assert_finished_run_runs_again(directory: Path, users: Callable[[], list[Callback]], **arguments: Any) -> None:
-    """Hold a finished fit that is started again to what it left the first time: nothing is trained, all is there."""
-    first, again = (
-        fit_net([*users(), FaultTolerance(run_id="finished")], directory, module=NormNet(), **arguments)
-        for _ in range(2)
-    )
-    report = again.callbacks[1].resume_report
-    assert report is not None
-    assert report.position == "behind the end of the fit"
-    state, state_again = first.lightning_module.state_dict(), again.lightning_module.state_dict()
-    assert all(torch.equal(state[name], state_again[name]) for name in state)
-    for trainer in (first, again):
-        found = [trainer.max_epochs, trainer.current_epoch, trainer.accumulate_grad_batches, trainer.should_stop]
-        assert found == [3, 4, 1, False]
-    assert str(first.callbacks[0].state_dict()) == str(again.callbacks[0].state_dict())
-    [config], [config_again] = first.lr_scheduler_configs, again.lr_scheduler_configs
-    assert config.scheduler.get_last_lr() == config_again.scheduler.get_last_lr()
+def end_of(trainer: Trainer) -> list[str]:
+    """Return what a fit with averages has left behind."""
+    loop = [trainer.max_epochs, trainer.current_epoch, trainer.accumulate_grad_batches, trainer.should_stop]
+    [config] = trainer.lr_scheduler_configs
+    average, module = trainer.callbacks[0], trainer.lightning_module
+    states = [module.state_dict(), average.state_dict(), config.scheduler.state_dict()]
+    return [
+        str(loop),
+        *map(digest, states),
+        str([child.momentum for child in module.layers if hasattr(child, "momentum")]),
+    ]
 
 
 def test_finished_run_with_averages_runs_again(tmp_path: Path) -> None:
     """A finished fit with averaged weights, started again, trains nothing and is what it was."""
-    assert_finished_run_runs_again(tmp_path, swa, max_epochs=3)
+
+    def main() -> None:
+        trainer = fit_net([*swa(), FaultTolerance()], tmp_path, module=NormNet(), max_epochs=3)
+        with (tmp_path / "ends.txt").open("a") as file:
+            file.write(f"{end_of(trainer)}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for seed in (1, 2):
+        run(main, seed=seed)
+    first, again = (tmp_path / "ends.txt").read_text().splitlines()
+    assert first == again
+    assert first.startswith("['[3, 4, 1, False]'")
 
 
-def test_finished_run_with_averages_does_not_grow(tmp_path: Path) -> None:
+def weight_averaging() -> list[Callback]:
+    """Return a WeightAveraging, in a Lightning that has it."""
+    return [kind() for kind in WEIGHT_AVERAGING]
+
+
+@pytest.mark.parametrize("users", [swa, *[weight_averaging] * len(WEIGHT_AVERAGING)])
+def test_finished_run_with_averages_does_not_grow(users: Any, tmp_path: Path) -> None:
     """More epochs behind a fit that ended with averaged weights are refused: the trained ones are gone."""
-    fit_net([*swa(), FaultTolerance(run_id="grown")], tmp_path, module=PlainNet(), max_epochs=3)
-    with pytest.raises(NotExactError, match="averaged weights in place of the trained ones"):
-        fit_net([*swa(), FaultTolerance(run_id="grown")], tmp_path, module=PlainNet(), max_epochs=5)
+
+    def main(max_epochs: int) -> None:
+        fit_net([*users(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(lambda: main(3)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(5))
+    assert ended.exit_code == 1
+    assert "averaged weights in place of the trained ones" in ended.output
 
 
 # Unfreezing.
@@ -237,7 +257,11 @@ def test_learning_rate_monitor(interval: Any, kill: int) -> None:
     def users() -> list[Callback]:
         return [LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)]
 
-    [cost] = assert_exact(users, KillAt(kill), module=TwoRates, max_epochs=3, logger=RecordsNothing())
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        # Behind the recorder, which cuts where a batch begins.
+        return fit_net([*callbacks, *users()], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=EVERY_STEP)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
@@ -266,6 +290,8 @@ class CountsHooks(Callback):
 
 
 def counting(hook: str) -> Callable[..., None]:
+    """Return the hook `hook` of a `CountsHooks`."""
+
     def count(self: CountsHooks, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.sanity_checking:
             return
@@ -326,7 +352,7 @@ def test_lambda_callback_that_saves_of_now() -> None:
         ]
 
     options = {**ALWAYS, "every_n_train_steps": 3}
-    [cost] = assert_exact(users, RaiseAt("on_train_batch_end", 1), options=options)
+    [cost] = assert_exact(users, RaiseAt("on_validation_end", 0), options=options)
     assert (cost.epoch, cost.batch) == (0, 6)
 
 
@@ -336,24 +362,32 @@ def test_lambda_callback_that_saves_of_now() -> None:
 class Clock(Timer):
     """Notes what it has left whenever a batch begins, and writes it down."""
 
+    def __init__(self, duration: timedelta, notes: Path) -> None:
+        super().__init__(duration)
+        self.notes = notes
+
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        with open(Path(trainer.default_root_dir) / "left.txt", "a") as file:
+        with self.notes.open("a") as file:
             file.write(f"{os.getpid()} {trainer.global_step} {self.time_remaining()}\n")
 
 
-def test_time_that_has_passed_goes_on(tmp_path: Path) -> None:
-    """A run that goes on has the time left that it had there, and its limit ends it."""
-    duration = timedelta(seconds=60)
+def test_time_limit(tmp_path: Path) -> None:
+    """A run that goes on has the time left that it had there, and it is this time that ends it."""
+    notes = tmp_path / "left.txt"
 
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        slow = LambdaCallback(on_train_batch_start=lambda *_: time.sleep(0.1))
-        return fit_net([Clock(duration), slow, *callbacks], tmp_path)
+    def main(*faults: Callback) -> None:
+        slow = LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.1))
+        callbacks = [slow, Clock(timedelta(seconds=1.5), notes), FaultTolerance(**EVERY_STEP), *faults]
+        fit_net(callbacks, tmp_path, max_epochs=-1)
 
-    assert_resumes_exactly(fit, [KillAt(5)], options={**EVERY_STEP, "dirpath": tmp_path / "runs"})
-    lines = [line.split() for line in (tmp_path / "left.txt").read_text().splitlines()]
-    left = [(process, int(step), float(seconds)) for process, step, seconds in lines]
-    processes = list(dict.fromkeys(process for process, _, _ in left))
-    killed, resumed = processes[-2:]
-    before = max(seconds for process, step, seconds in left if process == killed and step == 5)
-    behind = max(seconds for process, step, seconds in left if process == resumed and step == 5)
-    assert behind == pytest.approx(before, abs=0.5)
+    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(main).exit_code == 0
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    killed, resumed = (
+        [float(left) for process, _, left in lines if process == p] for p in {line[0]: 0 for line in lines}
+    )
+    assert [step for _, step, _ in lines].count("5") == 2
+    # The two batches with number 5 began with the same time left, but for what saving and starting took.
+    assert resumed[0] == pytest.approx(killed[-1], abs=0.5)
+    assert resumed[0] < 1.2
+    assert resumed[-1] == pytest.approx(0, abs=0.4)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
+from tests.runs import Cut, Net, assert_goes_on, each_cut, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -34,15 +32,18 @@ class ScheduledNet(Net):
 
 
 def cosine(module: LightningModule, optimizer: Any) -> Any:
+    """Return one that steps per epoch."""
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
 
 
 def one_cycle(module: LightningModule, optimizer: Any) -> Any:
+    """Return one that steps per step, of which the trainer knows how many there will be."""
     steps = int(module.trainer.estimated_stepping_batches)
     return {"scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps), "interval": "step"}
 
 
 def chained(module: LightningModule, optimizer: Any) -> Any:
+    """Return two in sequence that step every second step."""
     kinds = torch.optim.lr_scheduler
     warmup = kinds.LinearLR(optimizer, 0.1, total_iters=4)
     decay = kinds.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -50,6 +51,8 @@ def chained(module: LightningModule, optimizer: Any) -> Any:
 
 
 def plateau(interval: str, frequency: int) -> Callable[[LightningModule, Any], Any]:
+    """Return what makes one that looks at a validation result."""
+
     def make(module: LightningModule, optimizer: Any) -> Any:
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
         return {"scheduler": scheduler, "monitor": "val_loss", "interval": interval, "frequency": frequency}
@@ -158,6 +161,14 @@ def test_optimizer_that_calls_its_closure_again(cut: Cut) -> None:
 # A teacher that follows its student.
 
 
+def fail_once(trainer: Trainer) -> None:
+    """Raise behind the fifth optimizer step, once, in a run that is armed."""
+    armed = Path(trainer.default_root_dir) / "armed"
+    if armed.exists() and trainer.global_step == 5:
+        armed.unlink()
+        raise ZeroDivisionError("half a step")
+
+
 class Teacher(Net):
     """BYOL's way: a teacher without gradients, moved in the middle of ``training_step``; fails where it is told."""
 
@@ -183,10 +194,8 @@ class Teacher(Net):
         self.strike("at the end")
 
     def strike(self, place: str) -> None:
-        armed = Path(self.trainer.default_root_dir) / "armed"
-        if place == self.fails and armed.exists() and self.trainer.global_step == 5:
-            armed.unlink()
-            raise ZeroDivisionError(place)
+        if place == self.fails:
+            fail_once(self.trainer)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.layers.parameters(), lr=0.01)
@@ -220,15 +229,11 @@ def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int
     """Before it has moved, the boundary is saved; behind that the last autosave stays: never half a step."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        module = Teacher(fails if "Arm" in map(_name, callbacks) or (directory / "armed").exists() else "")
-        return fit_net(callbacks, directory, module=module, accumulate_grad_batches=accumulate)
+        return fit_net(callbacks, directory, module=Teacher(fails), accumulate_grad_batches=accumulate)
 
-    [cost] = assert_resumes_exactly(fit, [Arm()], options={**ALWAYS, "every_n_train_steps": 3 if accumulate == 1 else 4})
+    options = {**ALWAYS, "every_n_train_steps": 3 if accumulate == 1 else 4}
+    [cost] = assert_resumes_exactly(fit, [Arm()], options=options)
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
-
-
-def _name(callback: Callback) -> str:
-    return type(callback).__name__
 
 
 # Two optimizers by hand.
@@ -237,7 +242,7 @@ def _name(callback: Callback) -> str:
 class Gan(LightningModule):
     """A generator and a discriminator, each with an optimizer and a scheduler of its own."""
 
-    def __init__(self, fails: str = "") -> None:
+    def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.fails = fails
@@ -253,7 +258,8 @@ class Gan(LightningModule):
         generator.step()
         generator.zero_grad()
         self.untoggle_optimizer(generator)
-        Teacher.strike(self, "between")
+        if self.fails:
+            fail_once(self.trainer)
         self.toggle_optimizer(discriminator)
         fake = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(batch).mean()
         self.manual_backward(fake)
@@ -287,18 +293,8 @@ def test_two_optimizers_by_hand(kill: int, goes_on_at: tuple[int, int]) -> None:
 def test_exception_between_the_steps_of_two_optimizers() -> None:
     """With one of two optimizers stepped nothing can be saved: the last autosave stays."""
 
-    class FailingGan(Gan):
-        def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            super().training_step(batch, batch_idx)
-
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(callbacks, directory, module=FailingGan("between"))
+        return fit_net(callbacks, directory, module=Gan(fails=True))
 
-    [cost] = assert_resumes_exactly(fit, [ArmGan()], options={**ALWAYS, "every_n_train_steps": 4})
+    [cost] = assert_resumes_exactly(fit, [Arm()], options={**ALWAYS, "every_n_train_steps": 4})
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, 0, 2)
-
-
-class ArmGan(Arm):
-    """Lets a run fail behind its fifth optimizer step."""
-
-

@@ -21,6 +21,7 @@ NUM_BATCHES = 8
 
 
 def ema(**arguments: Any) -> Callable[[], list[Callback]]:
+    """Return what makes an exponential average."""
     return lambda: [averaging.EMAWeightAveraging(decay=0.8, **arguments)]
 
 

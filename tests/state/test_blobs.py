@@ -62,3 +62,12 @@ def test_other_tensors_pass_unchanged() -> None:
     """Only uint8 tensors are bytes: floats and flags stay the tensors that they are."""
     state = {"weights": torch.ones(2), "flags": [torch.tensor([True])]}
     assert unpack_blobs(BlobInterner().pack(state)) == state
+
+
+def test_tensors_of_bytes_stay_tensors() -> None:
+    """A uint8 tensor that is part of the state comes back as a tensor of its shape, beside bytes."""
+    state = {"mask": torch.tensor([[1, 0], [2, 255]], dtype=torch.uint8), "blob": b"ab", "list": [torch.ones(2)]}
+    found = unpack_blobs(BlobInterner().pack(state))
+    assert found["blob"] == b"ab"
+    assert found["mask"].dtype == torch.uint8
+    assert found["mask"].tolist() == [[1, 0], [2, 255]]

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.compat import SEAMS, Patches
-from tests.runs import fit_net
+from tests.runs import Net, fit_net
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ OTHER_NAMES = {
     "_loaded_from_state_dict": "trainer.fit_loop",
     "_should_accumulate": "trainer.fit_loop.epoch_loop",
     "_iterator": "trainer.fit_loop._combined_loader",
+    "_skip_backward": "trainer.fit_loop",
 }
 
 
@@ -89,6 +91,11 @@ ELSEWHERE = {
     "_early_exit",
     "_current_fx_name",
     "_on_after_fetch",
+    "_average_model",
+    "_initialized",
+    "_accumulate_grad_batches",
+    "_latest_update_epoch",
+    "_max_epochs",
 }
 
 
@@ -102,8 +109,23 @@ def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
     assert hasattr(ModelCheckpoint, "_find_last_checkpoints"), 'ckpt_path="last" would not be told from a file.'
     for finder in (BatchSizeFinder(), LearningRateFinder()):
         assert hasattr(finder, "_early_exit"), "a Tuner's fits would be taken for trainings."
+    for kind in compat.WEIGHT_AVERAGING:
+        assert hasattr(kind(), "_average_model"), "captures would be saved with averages of another moment."
     assert hasattr(trainer.lightning_module, "_current_fx_name"), "the hook that saved would not be named."
     assert hasattr(trainer.fit_loop.epoch_loop, "_on_after_fetch"), "a stuck fetch would not be noticed."
+
+
+class Plain(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_names_on_stochastic_weight_averaging_exist(tmp_path: Path) -> None:
+    """What StochasticWeightAveraging sets up at the start of an epoch is there behind a fit."""
+    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+    fit_net([average], tmp_path, module=Plain(), max_epochs=1, limit_train_batches=2, limit_val_batches=0)
+    for name in ("_initialized", "_accumulate_grad_batches", "_latest_update_epoch", "_max_epochs"):
+        assert hasattr(average, name), f"StochasticWeightAveraging has no {name}: its schedule would not go on."
 
 
 class Owner:
