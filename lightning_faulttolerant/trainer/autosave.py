@@ -137,7 +137,7 @@ def _put_capture(checkpoint: dict[str, Any], capture: Capture, precision_key: st
     checkpoint["lr_schedulers"] = capture.schedulers
     for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
         pairs = zip(state["param_groups"], groups, strict=True)
-        state["param_groups"] = [{**kept, "params": group["params"]} for group, kept in pairs]
+        state["param_groups"] = [{**group, **kept} for group, kept in pairs]
     if precision_key in checkpoint:
         checkpoint[precision_key] = capture.precision
 

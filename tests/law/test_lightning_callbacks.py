@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer.compat import WEIGHT_AVERAGING
-from lightning_faulttolerant.trainer.recorder import digest
+from lightning_faulttolerant.trainer.recorder import Recorder, digest
 from tests.processes import run
 from tests.runs import Net, RaiseAt, assert_exact, fit_net
 
@@ -84,6 +84,27 @@ def test_stochastic_weight_averaging_in_the_epoch_that_updates_batch_norm(kill: 
     options = {"train_time_interval": timedelta(microseconds=1)}  # it steps no optimizer
     [cost] = assert_exact(lambda: swa(strategy), KillAt(kill), module=NormNet, max_epochs=4, options=options)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+def test_stochastic_weight_averaging_beside_a_rate_that_others_change() -> None:
+    """Making its scheduler again sets no learning rate: somebody else has changed it since."""
+
+    def lower(trainer: Trainer, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+    def users() -> list[Callback]:
+        average = StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=0)
+        return [average, LambdaCallback(on_train_batch_end=lower)]
+
+    assert_exact(users, KillAt(20), module=NormNet, max_epochs=4)
+
+
+def test_stochastic_weight_averaging_beside_accumulation_by_epoch() -> None:
+    """The factor that it puts back at the end is that of the epoch, not the trainer's."""
+    users = lambda: [GradientAccumulationScheduler({0: 1, 3: 2}), *swa()]  # noqa: E731
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_exact(users, KillAt(36), module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == (4, 4)
 
 
 @pytest.mark.parametrize("kill", [7, 15, 39])
@@ -214,6 +235,18 @@ def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) 
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
 
 
+def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """That a capture has other groups by now is no failure to save: the last autosave stays, and the log says so."""
+
+    def main() -> None:
+        callbacks = [Unfreezing(), FaultTolerance(**ALWAYS), RaiseAt("on_train_epoch_start", 1)]
+        fit_net(callbacks, tmp_path, module=Backbone(), max_epochs=3)
+
+    ended = run(main)
+    assert "ZeroDivisionError: the last autosave stays" in ended.output
+    assert "could not be saved" not in ended.output
+
+
 # Accumulation by epoch, and stopping early.
 
 
@@ -254,12 +287,14 @@ class TwoRates(PlainNet):
 def test_learning_rate_monitor(interval: Any, kill: int) -> None:
     """Loggers get the same rates at the same steps, and its history is that of the whole run."""
 
-    def users() -> list[Callback]:
-        return [LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)]
-
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         # Behind the recorder, which cuts where a batch begins.
-        return fit_net([*callbacks, *users()], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
+        monitor = LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)
+        trainer = fit_net([*callbacks, monitor], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
+        [recorder] = (callback for callback in callbacks if isinstance(callback, Recorder))
+        last = [monitor.last_momentum_values, monitor.last_weight_decay_values]
+        recorder.write("history", rates=monitor.lrs, last=last)
+        return trainer
 
     [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=EVERY_STEP)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)

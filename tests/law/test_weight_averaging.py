@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from lightning_faulttolerant.testing import KillAt
-from tests.runs import RaiseAt, assert_exact
+from tests.runs import Net, RaiseAt, assert_exact
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
 
@@ -70,3 +71,32 @@ def test_exception_beside_an_exponential_average(hook: str, goes_on_at: tuple[in
     users = ema(update_starting_at_epoch=0)
     [cost] = assert_exact(users, RaiseAt(hook, 1), options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+
+
+class Counting(Net):
+    """Counts its batches in its extra state, and the count changes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.count += 1
+        return super().training_step(batch + 0.01 * self.count, batch_idx)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if not self.trainer.sanity_checking:
+            self.count += 1
+
+
+def test_extra_state_beside_an_exponential_average() -> None:
+    """What a module adds to its ``state_dict`` is that of the moment that is saved, not that of the stop."""
+    fault = KillAt(7, hook="validation", signum=signal.SIGTERM)
+    [cost] = assert_exact(ema(), fault, module=Counting, options={**ALWAYS, **EVERY_STEP})
+    assert (cost.exit_code, cost.epoch, cost.batch) == (143, 0, 8)
