@@ -103,6 +103,35 @@ def fit_net(
     return trainer
 
 
+class TwoLoaders(Net):
+    """Is trained on a long and a short loader at once."""
+
+    def training_step(self, batch: dict[str, Tensor | None], batch_idx: int) -> Tensor:
+        return super().training_step(torch.cat([part for part in batch.values() if part is not None]), batch_idx)
+
+
+class Fetches(Net):
+    """Takes its batches from the iterator itself, `num_fetches` a step."""
+
+    def __init__(self, num_fetches: int = 1) -> None:
+        super().__init__()
+        self.num_fetches = num_fetches
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:
+        fetched = [next(dataloader_iter) for _ in range(self.num_fetches)]
+        loss = torch.stack([self.layers(batch).square().mean() for batch, _, _ in fetched]).sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        self.log("index", float(fetched[-1][1]), batch_size=4)
+        return loss
+
+
+class Unsized(DataLoader[Any]):
+    """Has no length: Lightning fetches one batch ahead."""
+
+    def __len__(self) -> int:
+        raise TypeError("no length")
+
+
 # Where runs are cut. An epoch has 8 batches unless said otherwise.
 
 

@@ -67,6 +67,17 @@ class DrawLog:
             found.setdefault(batch, {})[name] = kept[name]
         yield from found.items()
 
+    def until(self, batch: int) -> DrawLog:
+        """Return the log of the batches before `batch`."""
+        data = b"".join(self._entries)
+        offset = 0
+        while offset < len(data):
+            noted, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
+            if noted >= batch:
+                break
+            offset += _ENTRY.size + name_bytes + difference_bytes
+        return DrawLog(data[:offset])
+
     def pack(self) -> bytes:
         """Return the log as bytes, for `DrawLog`."""
         return b"".join(self._entries)
@@ -77,8 +88,17 @@ def draws_only_at_its_start(sampler: Any) -> bool:
     if type(sampler) is BatchSampler:
         return draws_only_at_its_start(sampler.sampler)
     if type(sampler) is RandomSampler:
-        return sampler.generator is None or not sampler.replacement
+        # Its own generator, or one pass that is drawn at once.
+        one_pass = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+        return sampler.generator is None or one_pass
     return type(sampler) in _DRAW_ONCE
+
+
+def generators_of(sampler: Any) -> list[Any]:
+    """Return the generators that `sampler`, one of torch's own, was given, and those of the samplers inside it."""
+    own = getattr(sampler, "generator", None)
+    inner = getattr(sampler, "sampler", None)
+    return ([] if own is None else [own]) + ([] if inner is None else generators_of(inner))
 
 
 def _xor(state: bytes, other: bytes) -> bytes:

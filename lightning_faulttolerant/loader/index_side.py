@@ -16,10 +16,11 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start
+from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.state.generators import HeldGenerators
-from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
 _log = logging.getLogger(__name__)
 
@@ -87,13 +88,25 @@ class IndexSide:
         sampler: The loader's own; every attribute is looked up on it.
         held: Generators that the sampler may draw from besides the global ones.
         window: How many of the batches last handed out are kept.
+        has_workers: Whether the loader has workers, which are made from the random states that they find.
+        is_endless: Whether it is torch's for an iterable data set, which gives no indices.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, held: HeldGenerators, window: int) -> None:
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        *,
+        held: HeldGenerators,
+        window: int,
+        has_workers: bool = True,
+        is_endless: bool = False,
+    ) -> None:
         self._sampler = sampler
         self._held = held
         self._window = window
-        self.may_draw = not draws_only_at_its_start(sampler)
+        self._has_workers = has_workers
+        self.is_endless = is_endless
+        self.may_draw = not is_endless and not draws_only_at_its_start(sampler)
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
@@ -128,19 +141,25 @@ class IndexSide:
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
                 " followed. Let it call super().__iter__()."
             )
-        now = self.moment()
         # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
         # starts the iterator that is used.
-        if self._birth is None:
-            self._birth = now
+        # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
+        now = self._start_moment() if self._plan is None else self.moment()
+        if self._birth is None and self._has_workers:
+            self._birth = self.moment()
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
                 self.restore(self._birth)
         self.record.birth = self._birth
         if self._plan is None or self.record.start is None:
             self.record.start = now
-        self._iterator = _IndexIterator(self, iter(self._sampler))
+        self._iterator = _IndexIterator(self, self._started())
         return self._iterator
+
+    def _started(self) -> Iterator[Any]:
+        if self._plan is not None and not self.may_draw:
+            return iter(())  # it is started again in `open`; a list of millions of indices is not made twice
+        return iter(self._sampler)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -159,28 +178,42 @@ class IndexSide:
 
     def moment(self) -> Moment:
         """Return the random states of this instant."""
-        epochs = [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
-        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=epochs)
+        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
+
+    def _start_moment(self) -> Moment:
+        """Return those random states of this instant that the sampler may draw from when it is started."""
+        if self.may_draw:
+            return self.moment()
+        # torch's own samplers draw from torch's generator or from one that they were given.
+        held = self._held.state_dict(of=generators_of(self._sampler))
+        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs())
+
+    def _epochs(self) -> list[int | None]:
+        return [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
 
     def open(self, indices: Iterator[Any]) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         record = self.record
         if plan is None:
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
         if plan.start is None or plan.first is None:
             assert record.start is not None
             self.restore(record.start)
             indices = iter(self._sampler)
-            record.first = self.moment()
+            record.first = self._start_moment()
             return indices
-        self.restore(plan.start)
-        indices = iter(self._sampler)
-        self.restore(plan.first)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
-        return self._skip(indices, plan)
+        self.restore(plan.first)
+        rest = self._skip_at_once(plan)
+        if rest is None:
+            self.restore(plan.start)
+            indices = iter(self._sampler)
+            self.restore(plan.first)
+            rest = self._skip(indices, plan)
+        return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
@@ -190,7 +223,21 @@ class IndexSide:
         finally:
             self.record.log.note(self.record.handed_out, before, self.moment().states())
 
+    def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
+        """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
+        known = plan.handed_out - len(plan.recent)
+        indices = rest_of(self._sampler, known) if known and not plan.log and not self.may_draw else None
+        if indices is None:
+            return None
+        replayed = list(islice(indices, len(plan.recent)))
+        if pack_indices(replayed) != pack_indices(list(plan.recent)):
+            _log.info("%s is run through: skipping it did not give its last batches.", type(self._sampler).__name__)
+            return None
+        return _chain(plan.recent[plan.position - known :], indices)
+
     def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        if self.is_endless:
+            return indices
         known = plan.handed_out - len(plan.recent)
         replayed = list(self._replay(indices, plan)[known:])
         if pack_indices(replayed) != pack_indices(list(plan.recent)):
@@ -262,16 +309,27 @@ class _IndexIterator(Iterator[Any]):
         return batch
 
 
-def plan_from_state(state: Mapping[str, Any], position: int) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave."""
+def plan_from_state(state: Mapping[str, Any], position: int, *, draws_again: bool = False) -> IndexPlan:
+    """Return the plan to resume at batch `position` from what `record_state` gave.
+
+    Args:
+        state: The record.
+        position: The batch to go on with.
+        draws_again: Whether the sampler is to draw the batches behind it anew, as it does without workers: there it
+            draws each right before its samples, from the same random states.
+    """
+    handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
+    if draws_again and handed_out > position:
+        recent = recent[: len(recent) - (handed_out - position)]
+        handed_out, log = position, DrawLog(log).until(position).pack()
     return IndexPlan(
         birth=_moment(state["birth"]),
         start=_moment(state["start"]),
         first=_moment(state["first"]),
         position=position,
-        handed_out=state["handed_out"],
-        log=state["log"],
-        recent=tuple(unpack_indices(state["recent"])),
+        handed_out=handed_out,
+        log=log,
+        recent=tuple(recent),
     )
 
 

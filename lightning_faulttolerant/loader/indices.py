@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import struct
 import sys
 from typing import Any
 
@@ -14,7 +16,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def pack_indices(batches: list[Any]) -> list[Any]:
-    """Return the index batches as nested lists of plain values and tensors, each with its kind.
+    """Return the index batches as nested lists of plain values and bytes, each with its kind.
 
     Raises:
         NotExactError: If an index is of a type that a checkpoint can't hold.
@@ -29,7 +31,8 @@ def unpack_indices(packed: list[Any]) -> list[Any]:
 
 def _pack(value: Any) -> Any:
     if type(value) is list and value and all(type(item) is int for item in value):
-        return ["ints", *value]
+        with contextlib.suppress(struct.error):  # too large for 8 bytes
+            return ["ints", struct.pack(f"<{len(value)}q", *value)]
     if type(value) in _PLAIN:
         return ["plain", value]
     if type(value) in (list, tuple):
@@ -47,7 +50,7 @@ def _pack(value: Any) -> Any:
 def _unpack(item: list[Any]) -> Any:
     kind, *values = item
     if kind == "ints":
-        return list(values)
+        return list(struct.unpack(f"<{len(values[0]) // 8}q", values[0]))
     if kind == "plain":
         return values[0]
     if kind == "tensor":

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-_WORKER_HEADER = struct.Struct("<qq")  # process id of the worker; 1 once the main process wants it gone
+# Process id of the worker; 1 once the main process wants it gone; for an iterable data set the number of its
+# iteration, and how many batches the worker had fetched when that began, and when it ran out of samples.
+_WORKER_HEADER = struct.Struct("<qqqqq")
 _SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
@@ -78,11 +80,43 @@ class WorkerRing:
             self._write(offset + _SLOT_HEADER.size, state)
         self._write(offset, struct.pack("<q", count))
 
+    def note_begin(self, worker: int, iteration: int, count: int) -> None:
+        """Note that `worker` begins `iteration` over its iterable data set after `count` batches."""
+        offset = worker * self._worker_bytes + 16
+        self._write(offset + 8, struct.pack("<qq", count, _EMPTY))
+        self._write(offset, struct.pack("<q", iteration))
+
+    def note_end(self, worker: int, count: int) -> None:
+        """Note that `worker` ran out of samples: its iteration ends after `count` batches."""
+        self._write(worker * self._worker_bytes + 32, struct.pack("<q", count))
+
     def is_closing(self, worker: int) -> bool:
         """Return whether the main process wants this worker gone."""
         return bool(_WORKER_HEADER.unpack(self._view(worker * self._worker_bytes, _WORKER_HEADER.size))[1])
 
     # In the main process.
+
+    def span(self, worker: int, iteration: int) -> tuple[int, int | None]:
+        """Return how many batches `worker` had fetched when `iteration` began, and when it ended, if it has.
+
+        Raises:
+            LookupError: If it is in another iteration.
+        """
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while True:
+            header = self._view(worker * self._worker_bytes, _WORKER_HEADER.size)
+            _, _, at, first, last = _WORKER_HEADER.unpack(header)
+            if at >= iteration or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        if at != iteration:
+            raise LookupError(f"worker {worker} is in iteration {at} over its data set, not in {iteration}")
+        return first, None if last == _EMPTY else last
+
+    def has(self, worker: int, count: int) -> bool:
+        """Return whether the state after `count` batches is there."""
+        offset = self._slot_offset(worker, count)
+        return bool(_SLOT_HEADER.unpack(self._view(offset, _SLOT_HEADER.size))[0] == count)
 
     def get(self, worker: int, count: int) -> bytes:
         """Return the state in which `worker` was after `count` batches.

@@ -6,7 +6,6 @@ modified.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import multiprocessing
@@ -17,11 +16,15 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.children import default_sigchld
 from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
+from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 
@@ -45,18 +48,14 @@ def why_not_exact(loader: object) -> str | None:
     """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if isinstance(loader.dataset, IterableDataset):
-        return "its data set is iterable, which is not supported yet"
+    if isinstance(loader.dataset, IterDataPipe):
+        return "its data set is a data pipe, which is not supported"
     if hasattr(loader, "state_dict"):
         return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
     if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
         return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return "its sampler has no length, which is not supported yet"
     return None
 
 
@@ -110,23 +109,42 @@ class TrackedLoader:
         self._is_taken = False
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
+        self.is_held_back: Callable[[], bool] = lambda: False
+        """Whether an iteration that is asked for now is to be empty, since it will be made anew at the right place."""
+        self.on_first_batch: Callable[[], None] = lambda: None
+        """Called right before the first batch of an iteration is asked for."""
         self._rings_aside: list[WorkerRing] = []
         self._ring: WorkerRing | None = None
         self._fetched_before = [0] * self.num_workers
         self._resumed_states: list[WorkerState] | None = None
+        self.iteration: Iteration | None = None
+        """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
+        is_iterable = isinstance(loader.dataset, IterableDataset)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
             held=self.held,
-            window=self._in_flight + self.num_workers + 1,
+            window=0 if is_iterable else self._in_flight + self.num_workers + 2,
+            has_workers=self.num_workers > 0,
+            is_endless=is_iterable,
         )
+        self.iterable = IterableSide(loader.dataset) if is_iterable else None
+        self._start_position: Position | None = None
+        self._num_iterations = 0
+        self._collate: Callable[[Any], Any] = loader.collate_fn
+        if self.iterable is not None:
+            self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._worker_side: WorkerSide | None = None
         if self.num_workers:
             self._worker_side = WorkerSide(
-                collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, default_init=default_worker_init
+                collate_fn=self._collate,
+                worker_init_fn=loader.worker_init_fn,
+                default_init=default_worker_init,
+                iterable=self.iterable,
+                leaves_rest=loader.batch_size is not None and not loader.drop_last,
             )
-            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES
+            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
         self._loader: weakref.ref[DataLoader[Any]] | None = None
 
     @property
@@ -149,6 +167,9 @@ class TrackedLoader:
         # `DataLoader.__setattr__` refuses a new sampler after construction.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[_TRACKER] = self
+        if self.iterable is not None:
+            vars(tracked)["dataset"] = self.iterable
+            tracked.collate_fn = self._collate
         if self._worker_side is not None:
             tracked.collate_fn = self._worker_side.collate
             tracked.worker_init_fn = self._worker_side.init
@@ -170,18 +191,33 @@ class TrackedLoader:
         """
         if not (self._is_asked or self.is_followed()):
             return self._iterate_aside(make_iterator)
+        if self.is_held_back():
+            self._is_asked = False
+            return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
         self._is_asked = self._is_taken = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
-        iterator = make_iterator()
+        batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
-            for _ in range(drop):
-                next(iterator)
+            batches.drop(drop)
             self.index_side.restore(before)
-        return iterator
+        return batches
+
+    def _started(self) -> Iteration:
+        record = self.index_side.record
+        self.iteration = Iteration(
+            record=record,
+            ring=self._ring,
+            fetched_before=list(self._fetched_before),
+            resumed_states=self._resumed_states,
+            num_out=record.first_batch,
+            iterable=None if self.iterable is None else self.iterable.record,
+            number=self._num_iterations,
+        )
+        return self.iteration
 
     def _iterate_aside(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make an iterator for somebody else, beside the iteration that is followed."""
@@ -199,9 +235,17 @@ class TrackedLoader:
 
     def _begin(self, plan: IndexPlan | None, states: list[WorkerState] | None) -> None:
         if self.num_workers and self._has_living_workers:
-            self._fetched_before = self._fetched()
+            if self.iterable is None:
+                self._fetched_before = self._fetched()
         elif self.num_workers:
             self._make_ring(states)
+        self._num_iterations += 1
+        if self.iterable is not None:
+            self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
+            if not self.num_workers:
+                self._start_position, position = None, self._start_position
+                record = self.iterable.begin(position)
+                record.num_batches = 0 if plan is None else plan.position
         self.index_side.begin(plan, new_workers=not self._has_living_workers)
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
@@ -212,6 +256,7 @@ class TrackedLoader:
         self._worker_side.strict = self.index_side.strict
         self._worker_side.resume_from = self._resumed_states = states
         self._fetched_before = [0] * self.num_workers
+        self._num_iterations = 0
 
     def _new_ring(self) -> WorkerRing:
         slots = (self.loader.prefetch_factor or 0) + _SPARE_SLOTS
@@ -221,60 +266,70 @@ class TrackedLoader:
         """Return how many batches each worker was given since it was made."""
         record = self.index_side.record
         given = record.handed_out - record.first_batch
+        if self.iterable is not None and self._ring is not None:
+            return counts_now(self._ring, self._num_iterations, given)
         return [
             before + max(0, -((worker - given) // self.num_workers))
             for worker, before in enumerate(self._fetched_before)
         ]
 
-    def state_dict(self, consumed: int | None) -> dict[str, Any]:
+    def state_dict(self, consumed: int | None, iteration: Iteration | None = None) -> dict[str, Any]:
         """Return the position.
 
         Args:
-            consumed: How many batches of the iteration that is under way have been used; ``None`` between iterations.
+            consumed: How many batches of the iteration have been used; ``None`` between iterations.
+            iteration: Which; the one that is under way by default.
 
         Raises:
             NotExactError: If a worker's state of that position is not there.
         """
         if self._unused_state is not None:  # resumed, and not iterated since: still where it was
             return copy.deepcopy(self._unused_state)
-        if consumed is None or self._is_asked:
-            workers = self._worker_states(self._fetched()) if self.num_workers and self._has_living_workers else None
-            kept = record_state(self.index_side.record) if workers is not None else None
-            return {"consumed": None, "record": kept, "workers": workers}
+        if iteration is None:
+            iteration = self.iteration
+        if iteration is None or consumed is None or self._is_asked:
+            return self._state_between(iteration)
         if self._is_taken:
             raise NotExactError(
                 "Somebody else has iterated over the training loader in the middle of its epoch, and its persistent"
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
-        record = self.index_side.record
-        counts = None
-        if self.num_workers:
+        record = iteration.record
+        counts, drop = None, 0
+        if self.num_workers and self.iterable is not None:
+            assert iteration.ring is not None
+            counts, drop = counts_at(iteration.ring, iteration.number, consumed - record.first_batch)
+        elif self.num_workers:
             # A fresh iterator begins with worker 0, so the resume begins with the round that worker 0 began.
             rounds = (consumed - record.first_batch) // self.num_workers
-            counts = [before + rounds for before in self._fetched_before]
-        workers = None if counts is None or self._starts_fresh(counts) else self._worker_states(counts)
-        return {"consumed": consumed, "record": record_state(record), "workers": workers}
+            drop = (consumed - record.first_batch) % self.num_workers
+            counts = [before + rounds for before in iteration.fetched_before]
+        workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
+        state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        if self.iterable is not None:
+            held = iteration.iterable
+            position = None if held is None or self.num_workers else held.position_after(consumed)
+            state["iterable"] = {"epoch": self.iterable.user_epoch, "position": position}
+        return state
 
-    def _starts_fresh(self, counts: list[int]) -> bool:
-        # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
-        return not any(counts) and self._resumed_states is None
-
-    def _worker_states(self, counts: list[int]) -> list[WorkerState]:
-        assert self._ring is not None
-        if not any(counts) and self._resumed_states is not None:
-            return self._resumed_states
-        try:
-            return [unpack_worker_state(self._ring.get(worker, count)) for worker, count in enumerate(counts)]
-        except LookupError as error:
-            raise NotExactError(
-                f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-                " samples could not go on exactly."
-            ) from error
+    def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
+        workers = None
+        if iteration is not None and self.num_workers and self._has_living_workers:
+            workers = _worker_states(iteration, self._fetched())
+        kept = record_state(self.index_side.record) if workers is not None else None
+        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        if self.iterable is not None:
+            state["workers"] = workers and [{**w, "iterable": between(w["iterable"])} for w in workers]
+            state["iterable"] = {"epoch": self.iterable.user_epoch, "position": self.iterable.between()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        if self.iterable is not None:
+            self._start_position = state_dict["iterable"]["position"]
+            self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
         if record is None:
             return
         if self.loader.persistent_workers:
@@ -282,8 +337,9 @@ class TrackedLoader:
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
             return
-        drop = consumed % self.num_workers if self.num_workers else 0
-        self._plan = (plan_from_state(record, consumed - drop), workers, drop)
+        drop = state_dict["drop"]
+        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)
+        self._plan = (plan, workers, drop)
 
     def _forget_iterator(self) -> None:
         vars(self.loader)["_iterator"] = None
@@ -304,7 +360,7 @@ class TrackedLoader:
         if not workers:
             return
         # torch's handler of SIGCHLD raises in the main process when a worker is killed.
-        with _default_sigchld():
+        with default_sigchld():
             for worker in workers:
                 worker.terminate()
             deadline = time.monotonic() + timeout_seconds
@@ -315,15 +371,19 @@ class TrackedLoader:
                     worker.join(timeout_seconds)
 
 
-@contextlib.contextmanager
-def _default_sigchld() -> Iterator[None]:
-    """Let children die unnoticed."""
+def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
+    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
+    return not any(counts) and iteration.resumed_states is None
+
+
+def _worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
+    assert iteration.ring is not None
+    if not any(counts) and iteration.resumed_states is not None:
+        return iteration.resumed_states
     try:
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except (ValueError, AttributeError):  # not the main thread, or no such signal here
-        handler = None
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGCHLD, handler)
+        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
+    except LookupError as error:
+        raise NotExactError(
+            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+            " samples could not go on exactly."
+        ) from error

@@ -18,13 +18,14 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _log = logging.getLogger(__name__)
 
-WorkerState = dict[str, dict[str, bytes]]
+WorkerState = dict[str, Any]
 
 _IGNORED_SIGNALS = ("SIGINT", "SIGUSR1", "SIGUSR2")
 
@@ -38,6 +39,8 @@ class WorkerSide:
         collate_fn: The loader's own.
         worker_init_fn: The loader's own, or ``None``.
         default_init: Called in place of a missing `worker_init_fn`.
+        iterable: What stands in for an iterable data set.
+        leaves_rest: Whether samples that are too few for a whole batch make one.
     """
 
     def __init__(
@@ -46,12 +49,17 @@ class WorkerSide:
         collate_fn: Callable[[Any], Any],
         worker_init_fn: Callable[[int], None] | None,
         default_init: Callable[[int], None] | None,
+        iterable: IterableSide | None = None,
+        leaves_rest: bool = True,
     ) -> None:
         self._collate_fn = collate_fn
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
+        self.iterable = iterable
+        self.num_iterations = 0
         self.ring: WorkerRing | None = None
         self.resume_from: Sequence[WorkerState] | None = None
         self.strict = True
+        self._leaves_rest = leaves_rest
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
@@ -71,12 +79,33 @@ class WorkerSide:
         self._worker = worker_id
         self.ring.register(worker_id, os.getpid())
         self._handle_signals()
+        if self.iterable is not None:
+            # Users are to see their own object; torch's class forbids a plain assignment.
+            object.__setattr__(get_worker_info(), "dataset", self.iterable.user_dataset)
         if self._init_fn is not None:
             self._init_fn(worker_id)
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
             self._resume(self.resume_from[worker_id], self._held)
+        if self.iterable is not None:
+            self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
+            state = None if self.resume_from is None else self.resume_from[worker_id]
+            self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
         self._leave_state()
+
+    def _begin_iteration(self) -> None:
+        assert self.ring is not None
+        self.num_iterations += 1
+        self._leave_state()
+        self.ring.note_begin(self._worker, self.num_iterations, self._count)
+
+    def _end_iteration(self, record: IterableRecord) -> None:
+        assert self.ring is not None
+        if record.num_left and self._leaves_rest:
+            self.ring.note_end(self._worker, self._count + 1)
+            return
+        self._leave_state()
+        self.ring.note_end(self._worker, self._count)
 
     def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
         missing = _load_worker_state(state, held)
@@ -111,7 +140,7 @@ class WorkerSide:
         assert self.ring is not None
         assert self._held is not None
         self._held.refresh()  # objects often make their generator when they are first used
-        self.ring.put(self._worker, self._count, _pack(self._held))
+        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable))
 
     def _handle_signals(self) -> None:
         # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
@@ -133,8 +162,11 @@ def unpack_worker_state(blob: bytes) -> WorkerState:
     return state
 
 
-def _pack(held: HeldGenerators) -> bytes:
-    return pickle.dumps({"rng": rng_state(), "held": held.state_dict()}, protocol=pickle.HIGHEST_PROTOCOL)
+def _pack(held: HeldGenerators, iterable: IterableSide | None = None) -> bytes:
+    state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
+    if iterable is not None:
+        state["iterable"] = iterable.record.position()
+    return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:

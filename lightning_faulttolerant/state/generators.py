@@ -13,7 +13,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,15 @@ class HeldGenerators:
             items = container.items() if isinstance(container, dict) else enumerate(container)
             self._watched.append((container, len(container), tuple(key for key, child in items if child is None)))
 
-    def state_dict(self) -> dict[str, bytes]:
-        """Return the state of each generator by its path; one that is gone is left out."""
+    def state_dict(self, *, of: Sequence[Any] | None = None) -> dict[str, bytes]:
+        """Return the state of each generator by its path; one that is gone is left out.
+
+        Args:
+            of: Only those of these generators; ``None`` for all.
+        """
         found = ((name, self._resolve(path)) for name, path in self._paths.items())
+        if of is not None:
+            found = ((name, generator) for name, generator in found if any(generator is one for one in of))
         return {name: pack_generator(generator) for name, generator in found if is_generator(generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
@@ -139,10 +145,9 @@ def pack_generator(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return _tagged(f"torch:{generator.device}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
-        return _tagged("python", packing.pack_random(generator.getstate()))
-    if hasattr(generator, "get_state"):
-        return _tagged("numpy.RandomState", packing.pack_numpy(generator.get_state(legacy=False)))
-    return _tagged("numpy.Generator", packing.pack_numpy(generator.bit_generator.state))
+        return _tagged("python", packing.random_state(generator))
+    kind = "numpy.RandomState" if hasattr(generator, "get_state") else "numpy.Generator"
+    return _tagged(kind, packing.numpy_state(generator))
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:

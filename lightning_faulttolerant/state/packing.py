@@ -13,12 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_faulttolerant.state import memory
 from lightning_faulttolerant.state.blobs import blob_to_tensor, tensor_to_blob
 
 # 624 words and the position, then the cached second Gaussian of `random.gauss` (a flag and a double).
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY_MT19937_TAIL = struct.Struct("<iid")
 _PYTHON_VERSION = 3
+
+
+def random_state(generator: Any) -> bytes:
+    """Return the state of one of Python's generators, or of the module's."""
+    return memory.read_random(generator) or pack_random(generator.getstate())
+
+
+def numpy_state(generator: Any) -> bytes:
+    """Return the state of NumPy's ``RandomState``, its module's, or of a ``Generator``."""
+    if hasattr(generator, "get_state"):
+        return memory.read_random_state(generator) or pack_numpy(generator.get_state(legacy=False))
+    bits = generator.bit_generator
+    return memory.read_bit_generator(bits) or pack_numpy(bits.state)
 
 
 def pack_random(state: tuple[Any, ...]) -> bytes:

@@ -26,15 +26,20 @@ def rng_state() -> dict[str, bytes]:
         ``python``, ``numpy`` (where imported), ``torch``, and ``<accelerator>:<index>`` for every device of an
         initialised accelerator: about 10 kB.
     """
-    state = {"python": packing.pack_random(random.getstate())}
+    state = {"python": packing.random_state(_generator_of(random.getstate) or random)}
     numpy_random = _numpy_random()
     if numpy_random is not None:
-        state["numpy"] = packing.pack_numpy(numpy_random.get_state(legacy=False))
-    state["torch"] = packing.pack_torch(torch.default_generator.get_state())
+        state["numpy"] = packing.numpy_state(_generator_of(numpy_random.get_state) or numpy_random)
+    state |= torch_rng_state()
     for name, module in _initialised_accelerators():
         for index in range(module.device_count()):
             state[f"{name}:{index}"] = packing.pack_torch(module.get_rng_state(index))
     return state
+
+
+def torch_rng_state() -> dict[str, bytes]:
+    """Return the state of torch's global generator alone."""
+    return {"torch": packing.pack_torch(torch.default_generator.get_state())}
 
 
 def set_rng_state(state: Mapping[str, bytes]) -> None:
@@ -54,6 +59,11 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
             _set_accelerator(name, blob)
 
 
+def _generator_of(function: Any) -> Any:
+    """Return the global generator of which a module's function is a method, if it is one."""
+    return getattr(function, "__self__", None)
+
+
 def _numpy_random() -> ModuleType | None:
     return sys.modules.get("numpy.random")
 
@@ -66,8 +76,9 @@ def _set_numpy(state: dict[str, Any]) -> None:
 
 def _initialised_accelerators() -> list[tuple[str, Any]]:
     # `is_initialized` is False in a forked data-loading worker, where a call into CUDA would fail.
+    # It is asked first: `is_available` may ask the driver.
     modules = [(name, getattr(torch, name, None)) for name in _ACCELERATORS]
-    return [(name, m) for name, m in modules if m is not None and m.is_available() and m.is_initialized()]
+    return [(name, m) for name, m in modules if m is not None and m.is_initialized() and m.is_available()]
 
 
 def _set_accelerator(name: str, blob: bytes) -> None:

@@ -14,11 +14,12 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from lightning_faulttolerant.state.blobs import BlobInterner
+from lightning_faulttolerant.state.blobs import blob_to_tensor, pack_blobs
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
 
@@ -86,10 +87,20 @@ class Autosaver:
         load_buffers(module, capture.buffers)
         try:
             checkpoint = self._dump(self.make_part(capture.position, capture.state))
-            _put_capture(checkpoint, capture, type(self._trainer.precision_plugin).__qualname__)
+            put_instead(checkpoint, capture.instead(), capture.position, self._trainer)
             return self._write(checkpoint, capture.position, began)
         finally:
             load_buffers(module, now)
+
+    def make_part_for(self, save: HookSave) -> dict[str, Any]:
+        """Return our part of a checkpoint that somebody else asks for."""
+        more = {"instead": save.instead, "before_validation": save.before_validation}
+        return {
+            **self.make_part(save.position, save.state),
+            "behind": list(save.behind),
+            "inexact": list(save.inexact),
+            **{name: dict(value) for name, value in more.items() if value is not None},
+        }
 
     def make_part(self, position: Position, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return our part of a checkpoint."""
@@ -98,7 +109,7 @@ class Autosaver:
             "world_size": self._trainer.world_size,
             "position": position.state_dict(),
             **self._header(),
-            "ranks": [BlobInterner().pack(dict(state))],
+            "ranks": [pack_blobs(state)],
         }
 
     def _dump(self, part: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +121,7 @@ class Autosaver:
         opaque = {key: checkpoint.pop(key) for key in _OPAQUE_KEYS if key in checkpoint}
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
-        part["opaque"] = BlobInterner().pack({key: blob for key, blob in rest.items() if blob is not None})
+        part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
     def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:
@@ -128,18 +139,22 @@ class Autosaver:
         return path
 
 
-def _put_capture(checkpoint: dict[str, Any], capture: Capture, precision_key: str) -> None:
-    checkpoint["epoch"], checkpoint["global_step"] = capture.position.epoch, capture.position.global_step
-    checkpoint["loops"]["fit_loop"] = capture.loops
-    checkpoint["callbacks"] = capture.callbacks
+def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:
+    """Put the parts of a capture, `Capture.instead`, in the place of those that Lightning dumped later."""
+    checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
+    checkpoint["loops"]["fit_loop"] = instead["loops"]
+    checkpoint["callbacks"] = instead["callbacks"]
     # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
-    checkpoint.get("current_model_state", checkpoint["state_dict"]).update(capture.extra)
-    checkpoint["lr_schedulers"] = capture.schedulers
-    for state, groups in zip(checkpoint["optimizer_states"], capture.param_groups, strict=True):
+    weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in weights})
+    weights.update(instead["extra"])
+    checkpoint["lr_schedulers"] = instead["schedulers"]
+    for state, groups in zip(checkpoint["optimizer_states"], instead["param_groups"], strict=True):
         pairs = zip(state["param_groups"], groups, strict=True)
         state["param_groups"] = [{**group, **kept} for group, kept in pairs]
+    precision_key = type(trainer.precision_plugin).__qualname__
     if precision_key in checkpoint:
-        checkpoint[precision_key] = capture.precision
+        checkpoint[precision_key] = instead["precision"]
 
 
 def _pickled(key: str, value: Any) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from lightning.pytorch import Trainer
@@ -10,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
-from lightning_faulttolerant.trainer.callback_state import swap_of_validation_undone
+from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
@@ -28,6 +29,7 @@ class Boundary:
         stop: The stop signals.
         agreement: How the ranks agree on a stop.
         overhead_budget: Share of the time that captures may take.
+        wants_captures: Whether somebody needs one at each boundary all the same.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Boundary:
         stop: StopSignals,
         agreement: Agreement,
         overhead_budget: float,
+        wants_captures: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -48,6 +51,7 @@ class Boundary:
         self._stop = stop
         self._agreement = agreement
         self._budget = Budget(overhead_budget)
+        self._wants_captures = wants_captures
         self._fetch_from_workers = loaders.has_workers()
         self._handed_out = -1
         self.capture: Capture | None = None
@@ -60,12 +64,16 @@ class Boundary:
             raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
         if self._autosaver.is_due():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
-        if self._budget.allows():
+        if self._budget.allows() or self._wants_captures():
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
             self._budget.spend(began)
         if self._fetch_from_workers:
             self._handed_out = self._loaders.num_handed_out()
+
+    def before_fetch(self) -> None:
+        """Note that a batch is asked for."""
+        if self._fetch_from_workers:
             self._stop.fetch_began = time.monotonic()
 
     def after_fetch(self) -> None:
@@ -117,6 +125,8 @@ class Boundary:
 
     def _is_waiting_for_workers(self) -> bool:
         # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.
+        if not compat.fetches_at_the_boundary(self._trainer):
+            return False
         return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()
 
     def _save_for_stop(self) -> None:

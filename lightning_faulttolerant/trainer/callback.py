@@ -14,7 +14,6 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
-from lightning_faulttolerant.trainer.position import position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
 
@@ -93,14 +92,13 @@ class FaultTolerance(Callback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         self._session = Session(trainer, self._options)
-        self._session.open()
+        self._session.open(self)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
         session = self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
-            position = position_of(trainer, session.saving_hook)
-            checkpoint[KEY] = session.autosaver.make_part(position, {})
+            checkpoint[KEY] = session.part_for_others()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""

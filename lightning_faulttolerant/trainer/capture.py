@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -27,13 +27,8 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.callback_state import (
-    averaged_tensors,
-    callbacks_by_name,
-    callbacks_state,
-    load_callbacks,
-)
-from lightning_faulttolerant.trainer.position import FINISHED, Position
+from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.results import load_results, results_state
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -67,6 +62,11 @@ class Capture:
     extra: Mapping[str, Any]
     marks: TensorMarks
 
+    def instead(self) -> dict[str, Any]:
+        """Return what of it takes the place of parts of Lightning's checkpoint, as plain values and tensors."""
+        names = ("loops", "callbacks", "schedulers", "param_groups", "precision", "buffers", "extra")
+        return {name: getattr(self, name) for name in names}
+
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
         num_groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
@@ -91,7 +91,7 @@ class RunState:
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
-                "callbacks": callbacks_by_name(compat.callbacks(trainer)),
+                "callbacks": named_callbacks(compat.callbacks(trainer)),
             }
         )
 
@@ -110,15 +110,21 @@ class RunState:
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
-            "loaders": self._loaders.state_dict(None if position.where == FINISHED else position.batch),
+            "loaders": self._loaders.state_dict(in_epoch=self._is_iterating(position)),
             "gradients": gradients_state(module) if compat.is_accumulating(trainer) else {},
             "buffers": buffers_state(module, persistent=False),
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
-            "callbacks": callbacks_state(trainer),
+            "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
         }
+
+    def _is_iterating(self, position: Position) -> bool:
+        """Return whether the training loaders' iterators of this place are those that the next batch comes from."""
+        if position.where == EPOCH_START:
+            return not compat.begins_anew(self._trainer)
+        return position.where not in (EPOCH_END, FINISHED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Put everything but the loaders' positions back, random generators last.
@@ -128,7 +134,7 @@ class RunState:
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
-            "callbacks": lambda part: load_callbacks(trainer, part),
+            "callbacks": lambda part: load_callbacks(trainer, named_callbacks(compat.callbacks(trainer)), part),
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": lambda part: load_gradients(module, part),
@@ -163,6 +169,16 @@ class RunState:
             extra=extra_state(trainer.lightning_module),
             marks=TensorMarks(moving_tensors(trainer)),
         )
+
+
+def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
+    """Return callbacks by class and number among those of that class: one more in front renames no other."""
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        number = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{number}"] = callback
+    return named
 
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:

@@ -36,6 +36,8 @@ class Choice:
     path: str | None
     origin: str | None
     checkpoint: dict[str, Any] | None = None
+    sets_aside: str | None = None
+    """Autosaves of this run that it leaves, to be set aside once it has begun."""
 
     @property
     def part(self) -> Mapping[str, Any] | None:
@@ -73,12 +75,18 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if is_newest:
         rank_zero_info(f"{path} is further on than the autosave {newest}.")
         return Choice(path=_as_given(given), origin=ours[KEY]["origin"])
+    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest))
+
+
+def set_aside(series: AutosaveSeries, choice: Choice) -> None:
+    """Set the autosaves aside that `choice` leaves behind."""
+    if choice.sets_aside is None:
+        return
     aside = series.set_aside("another-ckpt_path")
     _log.warning(
-        "This fit starts from %s, the autosaves of this run continue one from %s: they are now in %s.",
-        path, ours[KEY]["origin"] or "the beginning", aside,
+        "This fit starts from %s, the autosaves of this run continue another one: they are now in %s.",
+        choice.path, aside,
     )  # fmt: skip
-    return Choice(path=_as_given(given), origin=origin)
 
 
 def _as_given(given: Any) -> str | None:
@@ -98,4 +106,4 @@ def _is_further(ours: Mapping[str, Any], path: str) -> bool:
 
 
 def _can_be_exact(part: Mapping[str, Any] | None) -> bool:
-    return part is not None and Position(**part["position"]).can_be_exact
+    return part is not None and Position(**part["position"]).is_resumable and not part.get("inexact")

@@ -6,30 +6,28 @@ contract test, with what breaks without each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
     _ResultMetric,
     _Sync,
 )
-from torch import Tensor, nn
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from torch import Tensor
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
@@ -63,9 +61,13 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the method `name` of `owner` by what `make` returns for it."""
+        self.replace(owner, name, make(getattr(owner, name)))
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace the attribute `name` of `owner` by `value`."""
         had_own = name in vars(owner)
         original = getattr(owner, name)
-        setattr(owner, name, make(original))
+        setattr(owner, name, value)
         self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
 
     def undo(self) -> None:
@@ -146,11 +148,45 @@ def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
-def current_hook(trainer: Trainer) -> str | None:
-    """Return the hook or step that runs, as Lightning names it."""
-    module = trainer.lightning_module
-    name: str | None = getattr(module, "_current_fx_name", None)
-    return name
+def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
+    """Return the hook that runs, and the callback whose it is; ``None`` if it is the module's or a step.
+
+    Read from the frames that have led here: Lightning notes the name of a hook, but not of which callback.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        name, found = frame.f_code.co_name, frame.f_locals
+        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in found:
+            return found["hook_name"], found.get("callback") if name == "_call_callback_hooks" else None
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", None
+
+
+def watches_metrics(callback: Any) -> bool:
+    """Return whether Lightning calls this callback's ``on_train_epoch_end`` behind the module's."""
+    return isinstance(callback, (EarlyStopping, Checkpoint))
+
+
+def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any, module: bool) -> None:
+    """Call a hook of some callbacks, and of the module if `module`, as Lightning does."""
+    with only(trainer, hook, callbacks, module=module):
+        call._call_callback_hooks(trainer, hook, *args)
+        call._call_lightning_module_hook(trainer, hook, *args)
+
+
+@contextlib.contextmanager
+def only(trainer: Trainer, hook: str, callbacks: list[Callback], *, module: bool) -> Iterator[None]:
+    """Let Lightning call `hook` meanwhile of `callbacks` alone, and of the module only if `module`."""
+    patches = Patches()
+    kept = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+    if not module:
+        patches.wrap(trainer.lightning_module, hook, lambda original: lambda *args: None)
+    try:
+        yield
+    finally:
+        patches.undo()
+        trainer.callbacks = kept  # type: ignore[attr-defined]
 
 
 def overrides_save_hook(trainer: Trainer) -> bool:
@@ -185,16 +221,67 @@ def set_not_restarting(trainer: Trainer) -> None:
     for loop in (trainer.fit_loop, epoch_loop, epoch_loop.val_loop):
         loop._restarting = False
         loop._loaded_from_state_dict = False
+        loop._resuming_from_checkpoint = False
     epoch_loop.reset_restart_stage()
     epoch_loop.val_loop.reset_restart_stage()
 
 
-def finish_batch(trainer: Trainer) -> None:
-    """Run what the training epoch loop still owes after a batch: a validation run that is due, plateau schedulers."""
+def close_batch(trainer: Trainer) -> None:
+    """Do what Lightning does between ``on_train_batch_end`` and the end of ``advance``: log, and count the batch."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
+
+
+def finish_batch(trainer: Trainer, *, validate: bool = True) -> None:
+    """Run what the training epoch loop still owes after a batch: a validation run that is due, plateau schedulers.
+
+    Args:
+        trainer: Whose.
+        validate: Whether that validation run is still to be run, rather than done already.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
+    epoch_loop._skip_next_val = not validate
     epoch_loop.on_advance_end(fetcher)
+
+
+def end_validation(trainer: Trainer, callbacks: list[Callback], *, module: bool, before: Mapping[str, Any]) -> None:
+    """Run what a validation run still owes from its ``on_validation_end`` on.
+
+    Args:
+        trainer: Whose.
+        callbacks: Those whose hook has not run.
+        module: Whether the module's has not.
+        before: What `before_validation` gave.
+    """
+    val_loop = validation_loop(trainer)
+    trainer.validating = True
+    with only(trainer, "on_validation_end", callbacks, module=module):
+        val_loop._on_evaluation_end()
+    val_loop._module_mode.mode = dict(before["training"])
+    val_loop._on_evaluation_model_train()
+    trainer.training = True
+    trainer._logger_connector._first_loop_iter = before["first_loop_iter"]
+
+
+def before_validation(trainer: Trainer, first_loop_iter: bool | None) -> dict[str, Any]:
+    """Return what Lightning puts back behind the validation run that is under way."""
+    return {"training": dict(validation_loop(trainer)._module_mode.mode), "first_loop_iter": first_loop_iter}
+
+
+def lift_step_limit(trainer: Trainer) -> Callable[[], None]:
+    """Let a fit begin whose last step is done but not all that it still owed; return what puts the limit back."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    max_steps = epoch_loop.max_steps
+    if 0 <= max_steps <= trainer.global_step:
+        epoch_loop.max_steps = -1
+
+    def put_back() -> None:
+        epoch_loop.max_steps = max_steps
+
+    return put_back
 
 
 def _keeps_gradients(module: LightningModule) -> bool:
@@ -204,9 +291,19 @@ def _keeps_gradients(module: LightningModule) -> bool:
     return overridden or not module.automatic_optimization
 
 
-def is_dataloader_iter(data_fetcher: Any) -> bool:
+def step_fetches(trainer: Trainer) -> bool:
     """Return whether the module's ``training_step`` takes the ``dataloader_iter`` and fetches by itself."""
-    return isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def num_completed(trainer: Trainer) -> int:
+    """Return how many training batches, or steps that fetch by themselves, of the epoch are done."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def fetches_at_the_boundary(trainer: Trainer) -> bool:
+    """Return whether a fetch is the one of the boundary before it, neither ahead of it nor inside a step."""
+    return not fetches_ahead(trainer) and not step_fetches(trainer)
 
 
 def forget_unstarted_fetchers(trainer: Trainer) -> None:
@@ -216,10 +313,74 @@ def forget_unstarted_fetchers(trainer: Trainer) -> None:
             loop._data_fetcher = None
 
 
-def renew_iterator(trainer: Trainer) -> None:
-    """Make the training loader's iterator anew, as at the beginning of an epoch, if there is one already."""
-    if trainer.fit_loop._combined_loader is not None and trainer.fit_loop._data_fetcher is not None:
-        iter(trainer.fit_loop._data_fetcher)
+def renew_iterator(trainer: Trainer, state: Mapping[str, Any] | None = None) -> None:
+    """Make the training loaders' iterators anew, as at the beginning of an epoch, if there are any already.
+
+    Args:
+        trainer: Whose.
+        state: What `combined_state` gave: put back before the fetcher fetches a batch ahead.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if trainer.fit_loop._combined_loader is None or fetcher is None:
+        return
+    patches = Patches()
+
+    def and_load(reset: Callable[[], None]) -> Callable[[], None]:
+        def reset_and_load() -> None:
+            reset()
+            _load_combined(trainer, state)
+
+        return reset_and_load
+
+    patches.wrap(fetcher, "reset", and_load)
+    try:
+        iter(fetcher)
+    finally:
+        patches.undo()
+
+
+def combined_state(trainer: Trainer) -> dict[str, Any] | None:
+    """Return where the iteration over all training loaders is, besides the place of each of them."""
+    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    if combined is None or combined._iterator is None or fetcher is None:
+        return None
+    iterator = combined._iterator
+    state = {"index": iterator._idx, "fetched": fetcher.fetched, "batch_index": getattr(fetcher, "_batch_idx", 0)}
+    return {**state, "used_up": list(iterator._consumed)} if isinstance(iterator, _MaxSizeCycle) else state
+
+
+def _load_combined(trainer: Trainer, state: Mapping[str, Any] | None) -> None:
+    assert trainer.fit_loop._combined_loader is not None
+    iterator = trainer.fit_loop._combined_loader._iterator
+    if iterator is None or state is None:
+        return
+    iterator._idx = state["index"]
+    if isinstance(iterator, _MaxSizeCycle):
+        iterator._consumed = list(state["used_up"])
+
+
+def load_fetcher(trainer: Trainer, state: Mapping[str, Any] | None) -> None:
+    """Let a fetcher that a step draws from itself know how many batches it has fetched: not one a step, as supposed."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if state is None or not isinstance(fetcher, _DataLoaderIterDataFetcher):
+        return
+    fetcher.fetched, fetcher._batch_idx = state["fetched"], state["batch_index"]
+    fetcher.done = fetcher.length is not None and fetcher.fetched >= fetcher.length
+
+
+def fetches_ahead(trainer: Trainer) -> bool:
+    """Return whether each training batch is fetched while the one before it is still to be trained.
+
+    Lightning does so where the loaders have no length, to know which batch is the last.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None and fetcher.prefetch_batches > 0
+
+
+def begins_anew(trainer: Trainer) -> bool:
+    """Return whether the epoch that starts will make its iterators itself, rather than use those of the setup."""
+    fit_loop = trainer.fit_loop
+    return trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
 
 
 def validation_is_set_up(trainer: Trainer) -> bool:
@@ -284,45 +445,6 @@ def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
     if not int(os.environ.get("PL_SEED_WORKERS", "0")):
         return None
     return partial(pl_worker_init_function, rank=trainer.global_rank)
-
-
-# Callbacks.
-
-# Empty in Lightning 2.5, which has none.
-WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
-
-
-def averaged_models(trainer: Trainer) -> list[nn.Module]:
-    """Return the models that WeightAveraging writes into a checkpoint as they are when it is written."""
-    averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
-    return [c._average_model for c in averaging if c._average_model is not None]
-
-
-def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
-    """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
-    max_epochs = trainer.fit_loop.max_epochs
-    return {
-        "initialized": callback._initialized,
-        "updates_batch_norm": trainer.fit_loop._skip_backward,
-        "accumulate_grad_batches": getattr(callback, "_accumulate_grad_batches", None),
-        "num_added_epochs": 0 if max_epochs is None else max_epochs - callback._max_epochs,
-    }
-
-
-def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
-    """Put back of `averaging_state` what no hook of the callback's sets up again."""
-    if state["accumulate_grad_batches"] is not None:
-        callback._accumulate_grad_batches = state["accumulate_grad_batches"]
-    trainer.fit_loop.max_epochs = callback._max_epochs + state["num_added_epochs"]
-
-
-def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) -> None:
-    """Let a StochasticWeightAveraging swap the scheduler as in its first epoch, and do nothing else."""
-    epoch, latest, end = trainer.current_epoch, callback._latest_update_epoch, callback._max_epochs
-    callback._latest_update_epoch = epoch
-    callback._max_epochs = end if end == -1 else max(end, epoch + 1)
-    callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    callback._latest_update_epoch, callback._max_epochs = latest, end
 
 
 # Logged results.

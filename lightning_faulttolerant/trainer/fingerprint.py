@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
+_FIRST_ITEMS = 16
 
 
 class Fingerprint:
@@ -114,10 +115,11 @@ def _sampler_name(loader: DataLoader[Any]) -> str:
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(dataset).__qualname__}
-    with contextlib.suppress(TypeError, NotImplementedError):
-        found["length"] = len(dataset)
+    if not isinstance(dataset, IterableDataset):  # its length may be the work of the data set's own code
+        with contextlib.suppress(TypeError, NotImplementedError):
+            found["length"] = len(dataset)
     if isinstance(dataset, Subset):
-        found["indices"] = _digest_list([str(index) for index in dataset.indices])
+        found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
@@ -125,8 +127,8 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
             found[name] = _dataset(value, depth + 1)
         elif _is_array(value):
             found[name] = _digest(value)
-        elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value):
-            found[name] = {str(i): _digest(item) for i, item in enumerate(value[:16])}
+        elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
+            found[name] = {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
     return found
 
 
@@ -143,9 +145,10 @@ def _digest(array: Any) -> str:
     return f"{list(array.shape)} {array.dtype} crc {_crc(flat[::stride].tolist())}"
 
 
-def _digest_list(values: list[str]) -> str:
+def _digest_list(values: Sequence[Any]) -> str:
     stride = max(1, len(values) // _SAMPLED_ELEMENTS)
-    return f"[{len(values)}] crc {_crc(values[::stride])}"
+    # Picked one by one: a sequence of the user's own may have no slices, and millions are not made text.
+    return f"[{len(values)}] crc {_crc([str(values[i]) for i in range(0, len(values), stride)])}"
 
 
 def _crc(sample: list[Any]) -> str:

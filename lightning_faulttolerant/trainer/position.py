@@ -9,9 +9,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 BOUNDARY = "boundary"
+EPOCH_START = "epoch start"
+BATCH_END = "batch end"
 VALIDATION = "validation"
+VALIDATION_END = "validation end"
+EPOCH_END = "epoch end"
 FINISHED = "finished"
-_EXACT = (BOUNDARY, VALIDATION, FINISHED)
+IN_EPOCH = (BOUNDARY, EPOCH_START, BATCH_END, VALIDATION, VALIDATION_END, EPOCH_END)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,23 +23,32 @@ class Position:
     """A place in a run.
 
     Args:
-        where: ``boundary``: before batch `batch` of the epoch is fetched; ``validation``: at the start of a validation
-            run, batch `batch` - 1 being the last that was trained; ``finished``: behind the last batch of all; else the
-            name of the hook in which somebody else saved.
+        where: ``boundary``: before batch `batch` of the epoch is fetched; ``epoch start``: in ``on_train_epoch_start``;
+            ``batch end``: in ``on_train_batch_end``, batch `batch` - 1 being the one that is closed; ``validation``: at
+            the start of the validation run behind that batch; ``validation end``: in its ``on_validation_end``;
+            ``epoch end``: in ``on_train_epoch_end``; ``finished``: behind the last batch of all; else the name of a
+            hook in which no run can be resumed.
         epoch: Counted from 0.
         batch: How many batches of the epoch are consumed.
         global_step: Optimizer steps so far.
+        hook: In which hook somebody else asked for the checkpoint; empty for an autosave.
     """
 
     where: str
     epoch: int
     batch: int
     global_step: int
+    hook: str = ""
 
     @property
-    def can_be_exact(self) -> bool:
-        """Return whether a run that resumes here can be exact."""
-        return self.where in _EXACT
+    def is_resumable(self) -> bool:
+        """Return whether a run can go on from here at all."""
+        return self.where in IN_EPOCH or self.where == FINISHED
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Return whether an epoch was under way."""
+        return self.where in IN_EPOCH
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values."""
@@ -44,16 +57,23 @@ class Position:
     def __str__(self) -> str:
         places = {
             BOUNDARY: f"before batch {self.batch} of epoch {self.epoch}",
+            EPOCH_START: f"at the start of epoch {self.epoch}",
+            BATCH_END: f"behind the step of batch {self.batch - 1} of epoch {self.epoch}",
             VALIDATION: f"at the validation run behind batch {self.batch} of epoch {self.epoch}",
+            VALIDATION_END: f"at the end of the validation run behind batch {self.batch} of epoch {self.epoch}",
+            EPOCH_END: f"at the end of epoch {self.epoch}",
             FINISHED: "behind the end of the fit",
         }
-        return places.get(self.where, f"in {self.where}, batch {self.batch} of epoch {self.epoch}")
+        place = places.get(self.where, f"at batch {self.batch} of epoch {self.epoch}")
+        return f"{place}, saved in {self.hook}" if self.hook else place
 
 
-def position_of(trainer: Trainer, where: str) -> Position:
+def position_of(trainer: Trainer, where: str, hook: str = "") -> Position:
     """Return where `trainer` is now."""
-    batch = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-    return Position(where=where, epoch=trainer.current_epoch, batch=batch, global_step=trainer.global_step)
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    # In on_train_batch_end the batch is consumed, though the loop has not closed it yet.
+    batch = progress.ready if where == BATCH_END else progress.completed
+    return Position(where=where, epoch=trainer.current_epoch, batch=batch, global_step=trainer.global_step, hook=hook)
 
 
 def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -> float:
@@ -64,3 +84,27 @@ def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -
     progress = loops.get("epoch_loop.batch_progress", {})
     begun: float = progress.get("total", {}).get("ready", 0)
     return begun
+
+
+def load_into_loops(loops: dict[str, Any], position: Position) -> None:
+    """Put Lightning's counters in a checkpoint to the place where the loops take the run up again.
+
+    Lightning guesses from them where a checkpoint was taken, and guesses wrong nearly everywhere but between two
+    batches. So they are put there; what the place still owed, the loops do once they are back in it.
+
+    Args:
+        loops: ``checkpoint["loops"]["fit_loop"]``; changed in place.
+        position: Where the checkpoint was taken.
+    """
+    batch, epoch = loops.get("epoch_loop.batch_progress"), loops.get("epoch_progress")
+    if batch is None or epoch is None:
+        return
+    for counts in ("current", "total"):
+        if position.where == BATCH_END:
+            batch[counts]["completed"] = batch[counts]["processed"]
+        if position.where == EPOCH_START:
+            epoch[counts]["started"] = epoch[counts]["ready"]
+        if position.where == EPOCH_END:
+            epoch[counts]["processed"] = epoch[counts]["completed"]
+    # Lightning's own states of loaders: their places are in our part.
+    loops.get("state_dict", {}).pop("combined_loader", None)

@@ -23,8 +23,9 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import metrics_state
 from lightning_faulttolerant.state.tensors import flags_state
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.callback import FaultTolerance
-from lightning_faulttolerant.trainer.callback_state import callbacks_by_name, callbacks_state
+from lightning_faulttolerant.trainer.capture import named_callbacks
 
 
 class Recorder(Callback):
@@ -51,9 +52,12 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the contents of a batch, and the metrics that the trainer shows before it."""
         self._tell_resume(trainer)
+fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
+        place = compat.num_completed(trainer) if fetches else batch_idx
+        content = None if fetches else digest(batch)
         # Not by `trainer.callback_metrics`, which computes and changes what it shows.
         shown = digest(compat.logger_connector_state(trainer)["metrics"])
-        self.write("batch", epoch=trainer.current_epoch, batch=batch_idx, content=digest(batch), shown=shown)
+        self.write("batch", epoch=trainer.current_epoch, batch=place, content=content, shown=shown)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -61,7 +65,10 @@ class Recorder(Callback):
         """Record the loss and the learning rates."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         rates = [[exact(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-        self.write("step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates)
+        fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
+        self.write(
+            "step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates, **fetched
+        )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that a validation run begins."""
@@ -218,9 +225,9 @@ def _callbacks(trainer: Trainer) -> dict[str, str]:
     """Return a digest of each callback's state, of what it keeps besides, and of the modules that it holds."""
     # A Timer tells the time, and checkpoint callbacks name files: both are other ones in every run.
     compared = [c for c in compat.callbacks(trainer) if not isinstance(c, (Timer, Checkpoint))]
-    kept = callbacks_state(trainer)
+    kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))
     states = {}
-    for name, callback in callbacks_by_name(compared).items():
+    for name, callback in named_callbacks(compared).items():
         modules = {key: value.state_dict() for key, value in vars(callback).items() if isinstance(value, nn.Module)}
         state = [callback.state_dict(), kept.get(name), modules]
         if any(state):

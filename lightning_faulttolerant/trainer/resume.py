@@ -13,14 +13,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.state.metrics import grow_trackers
-from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.adapters import restore_best_models
-from lightning_faulttolerant.trainer.autosave import KEY, VERSION
-from lightning_faulttolerant.trainer.callback_state import ends_with_averages
+from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
+from lightning_faulttolerant.trainer.adapters.state import ends_with_averages
+from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, Position
+from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -39,19 +38,28 @@ class Resume:
         loaders: The fit's loaders.
         fingerprint: What this run is.
         strict: Whether what can't be restored exactly is an error.
+        nearest: The newest autosave of this run, to name where this checkpoint won't do.
 
     Raises:
         NotExactError: If `strict`, and the checkpoint is not of this run or can't be resumed exactly.
     """
 
     def __init__(
-        self, trainer: Trainer, choice: Choice, loaders: Loaders, fingerprint: Fingerprint, *, strict: bool
+        self,
+        trainer: Trainer,
+        choice: Choice,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        *,
+        strict: bool,
+        nearest: str | None = None,
     ) -> None:
         self._trainer = trainer
         self._path = str(choice.path)
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._strict = strict
+        self._nearest = nearest
         self._began = time.monotonic()
         self._not_exact: list[str] = []
         self._part = choice.part
@@ -78,11 +86,9 @@ class Resume:
                 f" {VERSION}. Its state would be misread. Install the newer version."
             )
         self.position = Position(**part["position"])
-        if not self.position.can_be_exact:
-            self._fails(
-                f"{self._path} was saved by somebody else {self.position}. What still had to run in that hook, and"
-                " behind it, can't be run again"
-            )
+        if part.get("inexact"):
+            self._fails(f"{self._path} can't be resumed exactly, {self.position}: {'; '.join(part['inexact'])}")
+        if not self.position.is_resumable:
             self.position = None
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
@@ -93,6 +99,16 @@ class Resume:
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
+
+    def prepare(self, checkpoint: dict[str, Any]) -> None:
+        """Put what Lightning restores from to the place where the run goes on."""
+        if self.position is None or self._part is None:
+            return
+        if "instead" in self._part:
+            put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
+            self._callback_states = checkpoint["callbacks"]
+        if "loops" in checkpoint:
+            load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
     def begin(self) -> None:
         """Compare what is known when the fit begins, and let its loaders go on; what a finder did before is over.
@@ -108,10 +124,8 @@ class Resume:
         self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
         self._loaders.resume_from(self._state.get("loaders", {}))
         if self.is_in_epoch:
-            # Whoever asked for estimated_stepping_batches, or a finder, has made it already.
-            with self._loaders.iterated_by_trainer():
-                compat.renew_iterator(self._trainer)
-        if "trainer" in self._state:
+            self._loaders.holds_back = True
+        elif "trainer" in self._state:
             # An EarlyStopping that had ended the fit must not let it go on.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
 
@@ -125,14 +139,25 @@ class Resume:
 
     def _fails(self, reason: str) -> None:
         if self._strict:
-            raise NotExactError(f"{reason}. Resume from an autosave, or pass FaultTolerance(strict=False).")
+            autosave = "an autosave" if self._nearest is None else f"the autosave {self._nearest}"
+            raise NotExactError(f"{reason}. Resume from {autosave}, or pass FaultTolerance(strict=False).")
         _log.warning(reason)
         self._not_exact.append(reason)
 
     @property
     def is_in_epoch(self) -> bool:
         """Return whether the state is one of the middle of an epoch, and not put back yet."""
-        return self.is_pending and self.position is not None and self.position.where in (BOUNDARY, VALIDATION)
+        return self.is_pending and self.position is not None and self.position.is_in_epoch
+
+    @property
+    def loaders_state(self) -> Mapping[str, Any]:
+        """The places of the loaders."""
+        state: Mapping[str, Any] = self._state.get("loaders", {})
+        return state
+
+    def owed(self, name: str) -> Any:
+        """Return what the checkpoint says of a hook that was under way: ``behind``, ``before_validation``."""
+        return (self._part or {}).get(name)
 
     @property
     def is_behind_the_end(self) -> bool:

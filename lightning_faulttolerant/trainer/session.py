@@ -9,20 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_faulttolerant.errors import CheckpointError, NotExactError, TrainingStopped
+from lightning_faulttolerant.errors import CheckpointError, TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
-from lightning_faulttolerant.trainer.choice import Choice, choose
+from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.hook_saves import HookSaves
+from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, VALIDATION, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
+from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
 from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
@@ -57,21 +60,22 @@ class Session:
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
-        self._renews_iterator = False
-        self.saving_hook = ""
+        self._resumed_epoch: ResumedEpoch | None = None
+        self._hook_saves: HookSaves | None = None
+        self._warned_of: set[str] = set()
 
     @property
     def report(self) -> ResumeReport | None:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
-    def open(self) -> None:
-        """Take the seams over."""
+    def open(self, callback: Callback) -> None:
+        """Take the seams over; `callback` is the one that opens us."""
+        pass_over_idle_hooks(callback, self._patches)
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
         wrap(connector, "resume_start", self._wrap_resume_start)
-        wrap(connector, "dump_checkpoint", self._wrap_dump_checkpoint)
         wrap(connector, "restore_training_state", self._wrap_restore_training_state)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
@@ -79,8 +83,11 @@ class Session:
         wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION_LOADERS))
         wrap(fit_loop, "run", self._wrap_fit)
         wrap(fit_loop, "on_run_start", self._wrap_fit_start)
+        wrap(fit_loop, "on_advance_start", self._wrap_before_epoch)
+        wrap(fit_loop, "on_advance_end", self._wrap_epoch_end)
         wrap(epoch_loop, "reset", self._wrap_epoch_reset)
         wrap(epoch_loop, "on_run_start", self._wrap_epoch_start)
+        wrap(epoch_loop, "advance", self._wrap_advance)
         wrap(epoch_loop, compat.BEFORE_FETCH, self._wrap_before_fetch)
         wrap(epoch_loop, compat.AFTER_FETCH, self._wrap_after_fetch)
         wrap(val_loop, "reset", self._wrap_validation_reset)
@@ -109,6 +116,8 @@ class Session:
     def close(self) -> None:
         """Give everything back. May be called twice."""
         self._stop.uninstall()
+        if self._resumed_epoch is not None:
+            self._resumed_epoch.put_limit_back()
         self._loaders.release_workers()
         self._loaders.put_back()
         self._patches.undo()
@@ -156,16 +165,27 @@ class Session:
     def _begin_resume(self) -> None:
         assert self._choice is not None
         self._resume = Resume(
-            self._trainer, self._choice, self._loaders, self._fingerprint, strict=self._options.strict
+            self._trainer,
+            self._choice,
+            self._loaders,
+            self._fingerprint,
+            strict=self._options.strict,
+            nearest=self._choice.sets_aside,
         )
+        set_aside(self._series, self._choice)
+        self._resume.prepare(compat.loaded_checkpoint(self._trainer))
 
-    def _wrap_dump_checkpoint(self, original: Method) -> Method:
-        def dump_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            # By the time of on_save_checkpoint Lightning names that as the hook that runs.
-            self.saving_hook = compat.current_hook(self._trainer) or "a hook"
-            return original(*args, **kwargs)
-
-        return dump_checkpoint
+    def part_for_others(self) -> dict[str, Any]:
+        """Return our part of a checkpoint that somebody else asks for now."""
+        assert self.autosaver is not None
+        assert self._hook_saves is not None
+        hook, saver = compat.running_hook(self._trainer)
+        save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
+        if save.inexact and hook not in self._warned_of:
+            self._warned_of.add(hook)
+            reasons = "; ".join(save.inexact)
+            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
+        return self.autosaver.make_part_for(save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
         def restore_training_state() -> None:
@@ -187,9 +207,12 @@ class Session:
         """Begin the fit's real work: whatever a finder did before is over."""
         self._stop.install(compat.original_handlers(self._trainer))
         self._run_state = RunState(self._trainer, self._loaders)
+        self._hook_saves = HookSaves(self._trainer, self._run_state)
         self._fingerprint.settings()
         if self._resume is not None:
             self._resume.begin()
+            if self._resume.is_in_epoch:
+                self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._choice.origin if self._choice is not None else None
         if self._choice is not None:
             self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
@@ -245,59 +268,48 @@ class Session:
                 self._resume.go_on_behind_the_end()
                 self._resume.restore(self._state())
                 compat.set_not_restarting(self._trainer)
-                self._renews_iterator = True
 
         return on_run_start
 
+    def _wrap_before_epoch(self, original: Method) -> Method:
+        def on_advance_start() -> None:
+            if self._resumed_epoch is not None:
+                self._resumed_epoch.put_limit_back()
+            original()
+
+        return on_advance_start
+
     def _wrap_epoch_reset(self, original: Method) -> Method:
         def reset() -> None:
-            # The counters are those of a boundary already; Lightning would guess where it is, and guess wrong.
-            if not self._resumes_in_epoch():
+            if self._resumed_epoch is not None:
+                self._resumed_epoch.reset(original)
+            else:
                 original()
 
         return reset
 
-    def _resumes_in_epoch(self) -> bool:
-        return self.autosaver is not None and self._resume is not None and self._resume.is_in_epoch
-
     def _wrap_epoch_start(self, original: Method) -> Method:
         def on_run_start(data_fetcher: Any) -> None:
-            if self._renews_iterator:
-                self._renews_iterator = False
-                with self._loaders.iterated_by_trainer():
-                    compat.renew_iterator(self._trainer)
+            self._loaders.fetches_ahead = compat.fetches_ahead(self._trainer)
+            if self._resumed_epoch is not None:
+                self._resumed_epoch.start(original, data_fetcher, self._state())
+                return
             with self._loaders.iterated_by_trainer():
                 original(data_fetcher)
-            if self.autosaver is None:
-                return
-            if compat.is_dataloader_iter(data_fetcher):
-                self._give_up("training_step(self, dataloader_iter) is not supported yet")
-                return
-            if self._resumes_in_epoch() and self._resume is not None:
-                position = self._resume.position
-                self._resume.restore(self._state())
-                compat.set_not_restarting(self._trainer)
-                self._make_boundary()
-                if position is not None and position.where == VALIDATION:
-                    compat.finish_batch(self._trainer)
-            elif self._resume is not None:
+            if self._resume is not None and self.autosaver is not None:
                 self._resume.settle()
 
         return on_run_start
 
-    def _give_up(self, reason: str) -> None:
-        """Go on without saving anything.
+    def _wrap_epoch_end(self, original: Method) -> Method:
+        def on_advance_end() -> None:
+            if self._resumed_epoch is None:
+                original()
+                return
+            resumed, self._resumed_epoch = self._resumed_epoch, None
+            resumed.end(original)
 
-        Raises:
-            NotExactError: If ``strict``.
-        """
-        if self._options.strict:
-            raise NotExactError(
-                f"{reason}. Nothing could be saved. Pass FaultTolerance(strict=False) to train without."
-            )
-        rank_zero_warn(f"{reason}: this fit is not saved.")
-        self._stop.uninstall()
-        self.autosaver = None
+        return on_advance_end
 
     def _make_boundary(self) -> Boundary:
         assert self.autosaver is not None
@@ -310,13 +322,24 @@ class Session:
                 stop=self._stop,
                 agreement=SoleRank(),
                 overhead_budget=self._options.overhead_budget,
+                wants_captures=lambda: self._hook_saves is not None and self._hook_saves.wants_captures,
             )
         return self._boundary
 
-    def _wrap_before_fetch(self, original: Method) -> Method:
-        def before_fetch() -> None:
+    def _wrap_advance(self, original: Method) -> Method:
+        def advance(data_fetcher: Any) -> None:
             if self.autosaver is not None:
                 (self._boundary or self._make_boundary()).before_batch()
+            original(data_fetcher)
+
+        return advance
+
+    def _wrap_before_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            if self._loaders.fetches_ahead:
+                self._loaders.mark()
+            if self._boundary is not None:
+                self._boundary.before_fetch()
             original()
             self._loaders.begin_fetch()
 

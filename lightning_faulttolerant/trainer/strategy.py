@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.tracked import TrackedLoader, needs_no_position, why_not_exact
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
 
@@ -18,6 +21,16 @@ _log = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Where the training loaders were right before a batch was fetched, and the random states of that instant."""
+
+    iterations: Mapping[str, tuple[Iteration | None, int]]
+    combined: Mapping[str, Any] | None
+    rng: Mapping[str, bytes]
+    held: Mapping[str, Mapping[str, bytes]]
 
 
 class Loaders:
@@ -36,6 +49,12 @@ class Loaders:
         """Whether an iteration that is asked for now is the trainer's own."""
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
+        self._mark: Mark | None = None
+        self._is_marked = False
+        self.holds_back = False
+        """Whether training iterations that are begun are to be empty: `renew` makes them in the right place."""
+        self.fetches_ahead = False
+        """Whether each training batch is fetched while the one before it is still to be trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.trackers: dict[str, TrackedLoader] = {}
         self.fingerprints: dict[str, Any] = {}
@@ -58,15 +77,15 @@ class Loaders:
 
     def end_fetch(self) -> None:
         """End what `begin_fetch` began."""
-        self.is_trainers = False
+        self.is_trainers = self._is_marked = False
 
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
         self._stage, self._next_index = stage, 0
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
-        """Let every loader that is processed from now on go on from its place in `states`."""
-        self._states = states
+        """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
+        self._states = states.get("places", {})
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -86,8 +105,6 @@ class Loaders:
         self._next_index += 1
         place = f"{stage}/{index}"
         reason = why_not_exact(loader)
-        if reason is None and stage == TRAIN and index:
-            reason = "it is one of several training loaders, which are not supported yet"
         if reason is not None:
             self.untracked[place] = loader
             if stage == TRAIN or not needs_no_position(loader):
@@ -97,6 +114,9 @@ class Loaders:
         tracker.index_side.strict = self._strict
         tracker.is_followed = lambda: self.is_trainers
         tracker.index_side.not_exact = self.not_exact
+        if stage == TRAIN:
+            tracker.is_held_back = lambda: self.holds_back
+            tracker.on_first_batch = self._before_first_batch
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader)
         tracked = tracker.copy_of(loader)
@@ -118,16 +138,68 @@ class Loaders:
         _log.warning(message)
         self.not_exact.append(message)
 
-    def state_dict(self, consumed: int | None) -> dict[str, Any]:
+    def renew(self, state: Mapping[str, Any]) -> None:
+        """Begin the trainer's iteration over the training loaders anew, at the place of `state`.
+
+        Where batches are fetched ahead, the next one is fetched here, under the random states under which it was
+        fetched before; who calls this puts those of the boundary back.
+        """
+        self.holds_back = False
+        ahead = state.get("ahead")
+        if ahead is not None:
+            self.load_held(ahead["held"])
+            set_rng_state(ahead["rng"])
+        with self.iterated_by_trainer():
+            compat.renew_iterator(self._trainer, state.get("combined"))
+
+    def mark(self) -> None:
+        """Note where the training loaders are, right before a batch is fetched ahead of its use."""
+        training = self._training()
+        self._is_marked = True
+        self._mark = Mark(
+            iterations={
+                place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
+                for place, tracker in training.items()
+            },
+            combined=compat.combined_state(self._trainer),
+            rng=rng_state(),
+            held={place: tracker.held.state_dict() for place, tracker in training.items()},
+        )
+
+    def _before_first_batch(self) -> None:
+        # The first batch of all is fetched while the loaders are set up, before anybody could tell.
+        if not self._is_marked and compat.fetches_ahead(self._trainer):
+            self.mark()
+
+    def _training(self) -> dict[str, TrackedLoader]:
+        return {
+            place: tracker
+            for place, tracker in self.trackers.items()
+            if place.startswith(TRAIN) and not tracker.is_gone
+        }
+
+    def state_dict(self, *, in_epoch: bool) -> dict[str, Any]:
         """Return the position of each loader.
 
         Args:
-            consumed: Batches of the training epoch that are consumed; ``None`` if no epoch is under way.
+            in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin anew.
         """
-        return {
-            place: tracker.state_dict(consumed if place.startswith(TRAIN) else None)
+        mark = self._mark if in_epoch and compat.fetches_ahead(self._trainer) else None
+        places = {
+            place: tracker.state_dict(None)
             for place, tracker in self.trackers.items()
-            if not tracker.is_gone
+            if not place.startswith(TRAIN) and not tracker.is_gone
+        }
+        for place, tracker in self._training().items():
+            iteration, num_out = (tracker.iteration, None) if mark is None else mark.iterations.get(place, (None, 0))
+            if iteration is not None and num_out is None:
+                num_out = iteration.num_out
+            places[place] = tracker.state_dict(num_out if in_epoch and iteration is not None else None, iteration)
+        combined = compat.combined_state(self._trainer) if mark is None else mark.combined
+        return {
+            "places": places,
+            "combined": combined if in_epoch else None,
+            "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
         }
 
     def held_state(self) -> dict[str, dict[str, bytes]]:

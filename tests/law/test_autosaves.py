@@ -213,44 +213,6 @@ def test_report_says_what_was_restored(tmp_path: Path) -> None:
         assert part in text
 
 
-@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")
-def test_checkpoint_of_somebody_else_that_cannot_be_exact(tmp_path: Path) -> None:
-    """A checkpoint saved inside a hook says where; strict refuses it, strict=False says what resuming means."""
-
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "theirs.ckpt")
-
-    run(lambda: fit_net([protected(), Saves()], tmp_path / "first"))
-    path = tmp_path / "theirs.ckpt"
-    refused = run(lambda: fit_net([protected()], tmp_path / "second", ckpt_path=path))
-    assert refused.exit_code == 1
-    assert "NotExactError" in refused.output
-    assert "on_train_batch_end" in refused.output
-    told_so = run(lambda: fit_net([protected(strict=False)], tmp_path / "third", ckpt_path=path))
-    assert "NOT EXACT" in told_so.output
-
-
-class Fetches(Net):
-    """Takes its batches from the iterator itself."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:
-        batch, _, _ = next(dataloader_iter)
-        return self.layers(batch).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_dataloader_iter_is_refused(tmp_path: Path) -> None:
-    """A step that fetches by itself can't be followed yet: refused, or trained without being saved."""
-    refused = run(lambda: fit_net([protected()], tmp_path, module=Fetches()))
-    assert refused.exit_code == 1
-    assert "dataloader_iter" in refused.output
-    trained = run(lambda: fit_net([protected(strict=False)], tmp_path, module=Fetches()))
-    assert trained.exit_code == 0, trained.output
-    assert autosaves(tmp_path) == []
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_best_models_survive_a_new_version_of_the_default_logger(tmp_path: Path) -> None:
     """ModelCheckpoint's best score, path and files are those of the uninterrupted run, though its directory changed."""

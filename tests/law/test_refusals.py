@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import CountingSampler, NoisyDataset, Squares, UnsizedSampler, fit_net
+from tests.runs import CountingSampler, NoisyDataset, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 
@@ -31,23 +31,11 @@ def already_iterated() -> DataLoader:
     return loader
 
 
-def iterable() -> DataLoader:
-    """Return a loader of an iterable data set."""
-    return DataLoader(Squares(), batch_size=4)
-
-
-def unsized() -> DataLoader:
-    """Return a loader that does not know its length."""
-    return DataLoader(NoisyDataset(), batch_size=4, sampler=UnsizedSampler())
-
-
 each_loader = pytest.mark.parametrize(
     ("make_loader", "reason"),
     [
         (out_of_order, "with in_order=False the order of its batches depends on the speed of its workers"),
         (already_iterated, "it already holds an iterator of its own"),
-        (iterable, "its data set is iterable"),
-        (unsized, "its sampler has no length"),
     ],
 )
 

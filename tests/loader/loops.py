@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.blobs import BlobInterner, unpack_blobs
+from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 Event = tuple[int, int, Any, float, float]
@@ -58,9 +58,9 @@ def seed(number: int) -> None:
 def safe(state: Any) -> Any:
     """Return `state` as it comes out of a checkpoint that was loaded with ``weights_only=True``."""
     file = io.BytesIO()
-    torch.save(BlobInterner().pack(state), file)
+    torch.save(pack_blobs({"state": state}), file)
     file.seek(0)
-    return unpack_blobs(torch.load(file, weights_only=True))
+    return unpack_blobs(torch.load(file, weights_only=True))["state"]
 
 
 def start_epoch(loader: DataLoader[Any], epoch: int) -> None:

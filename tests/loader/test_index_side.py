@@ -258,6 +258,50 @@ def test_sampler_of_torch_is_not_watched() -> None:
         assert side.record.log.pack() == b""
 
 
+def test_generator_that_the_sampler_shares_is_kept() -> None:
+    """A sampler's generator is put back also where it is found as the data set's, which draws from it too."""
+    for make_sampler in (
+        lambda own: RandomSampler(range(9), generator=own),
+        lambda own: BatchSampler(RandomSampler(range(9), generator=own), 2, drop_last=False),
+        lambda own: RandomSampler(range(9), num_samples=20, generator=own),
+    ):
+        own = torch.Generator().manual_seed(5)
+        sampler = make_sampler(own)
+        side = IndexSide(sampler, held=HeldGenerators({"dataset": {"rng": own}, "sampler": sampler}), window=2)
+        side.begin(None, new_workers=True)
+        iterator = iter(side)
+        given = []
+        for _ in range(3):
+            given.append(next(iterator))
+            torch.rand(7, generator=own)
+        state, now = safe(record_state(side.record)), own.get_state()
+        rest = list(iterator)
+        again = IndexSide(sampler, held=HeldGenerators({"dataset": {"rng": own}, "sampler": sampler}), window=2)
+        own.manual_seed(77)
+        again.begin(plan_from_state(state, 3), new_workers=True)
+        resumed = iter(again)
+        again.ensure_open()
+        own.set_state(now)
+        assert list(resumed) == rest
+
+
+def test_only_what_a_sampler_of_torch_may_draw_from_is_kept() -> None:
+    """For torch's own samplers: torch's generator and their own; the workers' birth is kept with workers only."""
+    sampler = RandomSampler(range(9), generator=torch.Generator())
+    held = HeldGenerators({"dataset": {"rng": random.Random(0)}, "sampler": sampler})
+    for has_workers in (False, True):
+        side = IndexSide(sampler, held=held, window=2, has_workers=has_workers)
+        side.begin(None, new_workers=True)
+        next(iter(side))
+        for moment in (side.record.start, side.record.first):
+            assert moment is not None
+            assert moment.rng.keys() == {"torch"}
+            assert moment.held.keys() == {"sampler.generator"}
+        assert (side.record.birth is not None) == has_workers
+        if side.record.birth is not None:
+            assert side.record.birth.held.keys() == {"sampler.generator", "dataset['rng']"}
+
+
 def test_window_keeps_the_last_batches_only() -> None:
     """The record holds as many batches as may be in flight, whatever the length of the epoch."""
     side, iterator = begin(SequentialSampler(range(9)), window=3)

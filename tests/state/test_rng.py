@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.state.blobs import BlobInterner, unpack_blobs
+from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -99,7 +99,7 @@ def test_state_goes_through_a_safe_checkpoint() -> None:
     """Packed, the state loads with ``weights_only=True`` and unpacks to the same bytes."""
     state = rng_state()
     file = io.BytesIO()
-    torch.save(BlobInterner().pack(state), file)
+    torch.save(pack_blobs(state), file)
     file.seek(0)
     assert unpack_blobs(torch.load(file, weights_only=True)) == state
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.compat import SEAMS, Patches
-from tests.runs import Net, fit_net
+from tests.runs import fit_net
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,11 @@ OTHER_NAMES = {
     "_loaded_from_state_dict": "trainer.fit_loop",
     "_should_accumulate": "trainer.fit_loop.epoch_loop",
     "_iterator": "trainer.fit_loop._combined_loader",
-    "_skip_backward": "trainer.fit_loop",
+    "_resuming_from_checkpoint": "trainer.fit_loop",
+    "_skip_next_val": "trainer.fit_loop.epoch_loop",
+    "_module_mode": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_end": "trainer.fit_loop.epoch_loop.val_loop",
+    "_on_evaluation_model_train": "trainer.fit_loop.epoch_loop.val_loop",
 }
 
 
@@ -91,11 +97,10 @@ ELSEWHERE = {
     "_early_exit",
     "_current_fx_name",
     "_on_after_fetch",
-    "_average_model",
-    "_initialized",
-    "_accumulate_grad_batches",
-    "_latest_update_epoch",
-    "_max_epochs",
+    "_getframe",
+    "__name__",
+    *("_idx", "_consumed", "_batch_idx"),
+    *("_call_callback_hooks", "_call_lightning_module_hook"),
 }
 
 
@@ -109,23 +114,13 @@ def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
     assert hasattr(ModelCheckpoint, "_find_last_checkpoints"), 'ckpt_path="last" would not be told from a file.'
     for finder in (BatchSizeFinder(), LearningRateFinder()):
         assert hasattr(finder, "_early_exit"), "a Tuner's fits would be taken for trainings."
-    for kind in compat.WEIGHT_AVERAGING:
-        assert hasattr(kind(), "_average_model"), "captures would be saved with averages of another moment."
     assert hasattr(trainer.lightning_module, "_current_fx_name"), "the hook that saved would not be named."
     assert hasattr(trainer.fit_loop.epoch_loop, "_on_after_fetch"), "a stuck fetch would not be noticed."
-
-
-class Plain(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_names_on_stochastic_weight_averaging_exist(tmp_path: Path) -> None:
-    """What StochasticWeightAveraging sets up at the start of an epoch is there behind a fit."""
-    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
-    fit_net([average], tmp_path, module=Plain(), max_epochs=1, limit_train_batches=2, limit_val_batches=0)
-    for name in ("_initialized", "_accumulate_grad_batches", "_latest_update_epoch", "_max_epochs"):
-        assert hasattr(average, name), f"StochasticWeightAveraging has no {name}: its schedule would not go on."
+    for name in ("_idx", "_consumed"):
+        assert hasattr(_MaxSizeCycle([]), name), "a cycled loader would lose its place."
+    assert hasattr(_DataLoaderIterDataFetcher(), "_batch_idx"), "a step that fetches would count from 0."
+    for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
+        assert "hook_name" in getattr(call, name).__code__.co_varnames, "a hook that saves would not be known."
 
 
 class Owner:

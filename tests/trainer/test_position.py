@@ -9,9 +9,13 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer.position import (
+    BATCH_END,
     BOUNDARY,
+    EPOCH_END,
+    EPOCH_START,
     FINISHED,
     VALIDATION,
+    VALIDATION_END,
     Position,
     position_of,
     progress_of,
@@ -19,7 +23,7 @@ from lightning_faulttolerant.trainer.position import (
 from tests.runs import fit_net
 
 
-def at(where: str, **arguments: int) -> Position:
+def at(where: str, **arguments: Any) -> Position:
     """Return a position in epoch 1 unless said otherwise."""
     return Position(where=where, **{"epoch": 1, "batch": 3, "global_step": 11, **arguments})
 
@@ -34,18 +38,23 @@ def test_state_law(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "exact", "text"),
+    ("where", "resumable", "text"),
     [
         (BOUNDARY, True, "before batch 3 of epoch 1"),
         (VALIDATION, True, "at the validation run behind batch 3 of epoch 1"),
         (FINISHED, True, "behind the end of the fit"),
-        ("on_train_batch_end", False, "in on_train_batch_end, batch 3 of epoch 1"),
+        (EPOCH_START, True, "at the start of epoch 1"),
+        (BATCH_END, True, "behind the step of batch 2 of epoch 1"),
+        (VALIDATION_END, True, "at the end of the validation run behind batch 3 of epoch 1"),
+        (EPOCH_END, True, "at the end of epoch 1"),
+        ("on_train_start", False, "at batch 3 of epoch 1"),
     ],
 )
-def test_place_in_words(where: str, exact: bool, text: str) -> None:
-    """Each place has its words; only those that are ours can be exact."""
+def test_place_in_words(where: str, resumable: bool, text: str) -> None:
+    """Each place has its words; from a hook that is none of them no run can go on."""
     assert str(at(where)) == text
-    assert at(where).can_be_exact is exact
+    assert str(at(where, hook="on_x")) == f"{text}, saved in on_x"
+    assert at(where).is_resumable is resumable
 
 
 class Positions(Callback):

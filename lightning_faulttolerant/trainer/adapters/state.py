@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAve
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
-from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters import compat
 
 
 class Adapter(Protocol):
@@ -70,34 +70,23 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
 ]
 
 
-def callbacks_state(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of what the trainer's callbacks keep and don't save, by the callback's name."""
+def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return a copy of what `callbacks` keep and don't save, by their names."""
     return {
         name: adapter.state_dict(trainer, callback)
-        for name, callback in callbacks_by_name(compat.callbacks(trainer)).items()
+        for name, callback in callbacks.items()
         for kind, adapter in _ADAPTERS
         if isinstance(callback, kind)
     }
 
 
-def load_callbacks(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
+def load_callbacks(trainer: Trainer, callbacks: Mapping[str, Callback], state: Mapping[str, Any]) -> list[str]:
     """Put it back; return the names of callbacks that are not there any more."""
-    found = callbacks_by_name(compat.callbacks(trainer))
     for kind, adapter in _ADAPTERS:
-        for name, callback in found.items():
+        for name, callback in callbacks.items():
             if name in state and isinstance(callback, kind):
                 adapter.load_state_dict(trainer, callback, state[name])
-    return sorted(state.keys() - found.keys())
-
-
-def callbacks_by_name(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return callbacks by class and number among those of that class: one more in front renames no other."""
-    named: dict[str, Callback] = {}
-    for callback in callbacks:
-        name = type(callback).__qualname__
-        number = sum(key.partition("#")[0] == name for key in named)
-        named[f"{name}#{number}"] = callback
-    return named
+    return sorted(state.keys() - callbacks.keys())
 
 
 def averaged_tensors(trainer: Trainer) -> list[Tensor]:

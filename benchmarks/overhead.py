@@ -1,0 +1,158 @@
+"""What the callback costs a step: fits with it, without it, and with an empty callback, paired in one process.
+
+Run `python benchmarks/overhead.py --help` from the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.runs import (
+    AugmentedImages,
+    BareRandomDataset,
+    ConvNet,
+    MetricsModel,
+    TimedModel,
+    be_quiet,
+    fit,
+    machine,
+)
+from lightning_faulttolerant import FaultTolerance
+
+VARIANTS: dict[str, Callable[[], list[Callback]]] = {
+    "without": list,
+    "empty": lambda: [Callback()],
+    "with": lambda: [FaultTolerance()],
+}
+_WARM_UP_STEPS = 30
+_CHOICES = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kind of training."""
+
+    model: Callable[[], LightningModule]
+    num_workers: int
+    target: float
+    shuffle: bool = False
+    images: bool = False
+    steps_share: float = 1.0
+
+    def loader(self, steps: int) -> DataLoader[Any]:
+        """Return a loader of so many batches."""
+        batch_size = 64 if self.images else 1
+        dataset = AugmentedImages(steps * batch_size) if self.images else BareRandomDataset(32, steps * batch_size)
+        return DataLoader(dataset, batch_size=batch_size, shuffle=self.shuffle, num_workers=self.num_workers)
+
+
+CASES = {
+    "plain": Case(model=TimedModel, num_workers=0, target=1.05),
+    "plain, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05),
+    "shuffled": Case(model=TimedModel, num_workers=0, target=1.05, shuffle=True),
+    "shuffled, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, shuffle=True),
+    "metrics": Case(model=MetricsModel, num_workers=0, target=1.05),
+    "metrics, 2 workers": Case(model=MetricsModel, num_workers=2, target=1.05),
+    "conv net, 2 workers": Case(model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.25),
+}
+
+
+def step_times(case: Case, variant: str, steps: int, directory: Path) -> list[float]:
+    """Fit once; return the seconds of each step but the first few, in which everything is set up."""
+    torch.manual_seed(0)
+    loader, model = case.loader(steps), case.model()
+    gc.collect()
+    with tempfile.TemporaryDirectory(dir=directory) as root:
+        fit(model, loader, VARIANTS[variant](), Path(root))
+    began: list[float] = model.began  # type: ignore[assignment]
+    return [after - before for before, after in zip(began[_WARM_UP_STEPS:], began[_WARM_UP_STEPS + 1 :], strict=False)]
+
+
+def lower_half(times: Tensor) -> float:
+    """Return the mean of the shorter half of the steps: what others do on the machine only ever makes steps longer."""
+    return times.sort().values[: max(1, len(times) // 2)].mean().item()
+
+
+def measure(case: Case, *, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
+    """Return the step times of each variant, and their ratios to those of the fit without."""
+    steps = max(_WARM_UP_STEPS + 10, int(steps * case.steps_share))
+    found: dict[str, list[Tensor]] = {variant: [] for variant in VARIANTS}
+    order = list(VARIANTS)
+    for _ in range(rounds):
+        random.shuffle(order)  # so that no variant always follows the same one
+        for variant in order:
+            found[variant].append(torch.tensor(step_times(case, variant, steps, directory), dtype=torch.float64))
+    ratios = {variant: _ratio(found[variant], found["without"], lower_half) for variant in ("empty", "with")}
+    return {
+        "step_us": lower_half(torch.cat(found["without"])) * 1e6,
+        "steps": steps,
+        "rounds": rounds,
+        "target": case.target,
+        **ratios,
+        "with, all steps": _ratio(found["with"], found["without"], lambda times: times.mean().item()),
+    }
+
+
+def _ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
+    """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn anew, lie."""
+    rounds = range(len(times))
+    ratios = []
+    for _ in range(_CHOICES):
+        chosen = random.choices(rounds, k=len(times))
+        ratios.append(of(torch.cat([times[i] for i in chosen])) / of(torch.cat([bases[i] for i in chosen])))
+    ratios.sort()
+    ratio = of(torch.cat(times)) / of(torch.cat(bases))
+    return {"ratio": ratio, "low": ratios[_CHOICES // 20], "high": ratios[-1 - _CHOICES // 20]}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the cases asked for, print a table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
+    parser.add_argument("--rounds", type=int, default=40, help="fits of each variant (default: 40)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of a fit (default: 500)")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short fits, to see that it runs: figures mean nothing"
+    )
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.steps = 1, 60
+    be_quiet()
+    torch.set_num_threads(1)
+    results = {}
+    print(
+        f"{'case':22} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        for name in options.case or CASES:
+            found = measure(CASES[name], rounds=options.rounds, steps=options.steps, directory=Path(directory))
+            results[name] = found
+            empty, ours, whole = (f"x{found[key]['ratio']:.3f}" for key in ("empty", "with", "with, all steps"))
+            spread = f"({found['with']['low']:.3f}-{found['with']['high']:.3f})"
+            print(
+                f"{name:22} {found['step_us']:7.0f} us {empty:>15} {ours:>7} {spread:>15} {whole:>10}"
+                f" {found['target']:>7.2f}",
+                flush=True,
+            )
+    if options.output is not None:
+        options.output.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

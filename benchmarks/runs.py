@@ -1,0 +1,139 @@
+"""The fits that the benchmarks measure: Lightning's `BoringModel`, the worst case there is, and a small conv net."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, MeanSquaredError
+
+
+class TimedModel(BoringModel):
+    """`BoringModel` that notes when each of its steps begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        return super().training_step(batch, batch_idx)
+
+
+class MetricsModel(TimedModel):
+    """Logs two metrics at each step and over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.error = MeanMetric(), MeanSquaredError()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.began.append(time.perf_counter())
+        output = self(batch)
+        loss = self.loss(output)
+        self.mean(loss.detach())
+        self.error(output.detach(), torch.ones_like(output))
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+
+class ConvNet(LightningModule):
+    """Three convolutions and a linear layer on 32x32 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[float] = []
+        layers: list[nn.Module] = []
+        for width_in, width_out in ((3, 16), (16, 32), (32, 64)):
+            layers += [nn.Conv2d(width_in, width_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        self.layers = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.began.append(time.perf_counter())
+        images, labels = batch
+        return nn.functional.cross_entropy(self.layers(images), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class AugmentedImages(Dataset[tuple[Tensor, int]]):
+    """Random images of 32x32, each cropped, flipped and made brighter or darker at random."""
+
+    def __init__(self, length: int) -> None:
+        self.images = torch.randint(0, 256, (512, 3, 40, 40), dtype=torch.uint8)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        top, left = torch.randint(0, 9, (2,)).tolist()
+        image = self.images[index % len(self.images), :, top : top + 32, left : left + 32].float() / 255
+        if torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        return image * (0.8 + 0.4 * torch.rand(())), index % 10
+
+
+class BareRandomDataset(RandomDataset):
+    """`RandomDataset` of any length in little memory: only its order and its random draws matter here."""
+
+    def __init__(self, size: int, length: int) -> None:
+        super().__init__(size, min(length, 1024))
+        self.len = length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index % len(self.data)]
+
+
+def fit(model: LightningModule, loader: DataLoader[Any], callbacks: Sequence[Callback], directory: Path) -> Trainer:
+    """Fit one epoch on the CPU, with the trainer's defaults but for what it would write and show besides."""
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader)
+    return trainer
+
+
+def be_quiet() -> None:
+    """Keep Lightning's advice and its reports out of the output."""
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_faulttolerant"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": str(os.cpu_count()),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "lightning": lightning.__version__,
+    }

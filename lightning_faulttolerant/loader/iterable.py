@@ -1,0 +1,350 @@
+"""An iterable data set that can say how far its iteration is, and be brought there again.
+
+Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
+the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.index_side import Moment
+from lightning_faulttolerant.loader.sample_digest import sample_digest
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
+
+_REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
+_KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
+_OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
+                  "_way", "record", "on_begin", "on_end"})  # fmt: skip
+_PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
+
+Position = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class IterableRecord:
+    """How far one iteration over an iterable data set is.
+
+    ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
+    by the number of batches fetched.
+    """
+
+    way: str = _REPLAY
+    start: Moment | None = None
+    first: Moment | None = None
+    log: DrawLog = field(default_factory=DrawLog)
+    source: Any = None
+    num_samples: int = 0
+    num_batches: int = 0
+    num_left: int = 0
+    last: Any = None
+    digest: int | None = None
+    has_ended: bool = False
+    batch_begun: tuple[int, Mapping[str, bytes]] | None = None
+    positions: deque[tuple[int, Position]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
+
+    def position(self) -> Position:
+        """Return where the iteration is."""
+        moments = {name: getattr(self, name) for name in ("start", "first")}
+        return {
+            **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
+            "way": self.way,
+            "log": self.log.pack(),
+            "samples": self.num_samples,
+            "digest": self.digest,
+            "ended": self.has_ended,
+            "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
+        }
+
+    def position_after(self, num_batches: int) -> Position:
+        """Return where the iteration was after `num_batches`.
+
+        Raises:
+            NotExactError: If that is not known any more.
+        """
+        for count, position in reversed(self.positions):
+            if count == num_batches:
+                return position
+        raise NotExactError(
+            f"Where the iterable data set was after {num_batches} batches is not known any more: {self.num_batches}"
+            " were fetched meanwhile. Its samples could not go on exactly."
+        )
+
+
+class IterableSide(IterableDataset[Any]):
+    """Stands in for an iterable data set on the loader that is followed.
+
+    Args:
+        dataset: The user's; every attribute is looked up on it, and set on it.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.user_dataset = dataset
+        self.strict = True
+        self.not_exact: list[str] = []
+        self._held = HeldGenerators({"dataset": dataset})
+        self._plan: Position | None = None
+        self._is_begun = self._in_worker = False
+        self._drawing: IterableRecord | None = None
+        self._way: str | None = None
+        self.record = IterableRecord()
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_end: Callable[[IterableRecord], None] = lambda record: None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.user_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise AttributeError(name)
+        return getattr(self.user_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.user_dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self.user_dataset)
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.user_dataset, self.strict)
+
+    def begin(self, plan: Position | None) -> IterableRecord:
+        """Get ready for the next iteration in this process, resumed at `plan`."""
+        self._plan, self._is_begun = plan, True
+        self.record = IterableRecord()
+        return self.record
+
+    def begin_in_worker(self, plan: Position | None) -> None:
+        """Let all iterations from here on be followed, the first of them resumed at `plan`."""
+        self._plan, self._in_worker = plan, True
+
+    def __iter__(self) -> Iterator[Any]:
+        if not (self._is_begun or self._in_worker):
+            return _Samples(self, iter(self.user_dataset), None)
+        if self._in_worker:
+            self.record = IterableRecord()
+        plan, self._plan, self._is_begun = self._plan, None, False
+        if plan is not None and plan["samples"] is None:  # between two iterations
+            if plan["state"] is not None:
+                self.user_dataset.load_state_dict(plan["state"])
+            plan = None
+        if plan is not None and self._in_worker and not plan["samples"] and not plan["ended"]:
+            if plan["way"] == _DATASET:
+                self.user_dataset.load_state_dict(plan["state"])
+            plan = None  # its beginning is in the random states that this worker has now
+        samples = self._begun_anew() if plan is None else self._resumed(plan)
+        self.record.positions.append((self.record.num_batches, self.record.position()))
+        return samples
+
+    def _begun_anew(self) -> Iterator[Any]:
+        record = self.record
+        record.start = self._moment()
+        if self._way == _DATASET:
+            record.way, record.source = _DATASET, self.user_dataset
+        self.on_begin()
+        samples = iter(self.user_dataset)
+        record.way = self._chosen_way(samples)
+        record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
+        return _Samples(self, samples, record)
+
+    def _resumed(self, plan: Position) -> Iterator[Any]:
+        before, record = self._moment(), self.record
+        record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
+        record.start, record.first = _moment(plan["start"]), _moment(plan["first"])
+        record.log, record.num_samples = DrawLog(plan["log"]), plan["samples"]
+        if record.start is not None:
+            self._restore(record.start)
+        if record.way == _DATASET:
+            self.user_dataset.load_state_dict(plan["state"])
+        samples = iter(self.user_dataset)
+        if record.way == _ITERATOR:
+            samples.load_state_dict(plan["state"])
+        record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
+        if record.way == _REPLAY:
+            self._replay(samples, record)
+        elif record.has_ended:
+            samples = iter(())
+        set_rng_state(before.rng)
+        self._held.load_state_dict(before.held)
+        self.on_begin()
+        if record.has_ended:
+            self.on_end(record)
+        return _Samples(self, samples, record)
+
+    def _replay(self, samples: Iterator[Any], record: IterableRecord) -> None:
+        if record.first is None:
+            return
+        self._restore(record.first)
+        num_drawn = 0
+        for at, states in record.log.states():
+            deque(islice(samples, at - num_drawn), maxlen=0)
+            num_drawn = at
+            self._restore(Moment.from_states(states))
+        last = deque(islice(samples, record.num_samples - num_drawn), maxlen=1)
+        if record.num_samples and (not last or sample_digest(last[0]) != record.digest):
+            self._differs(record.num_samples)
+        elif record.has_ended:
+            deque(islice(samples, 1), maxlen=0)
+
+    def _differs(self, num_samples: int) -> None:
+        name = type(self.user_dataset).__name__
+        message = (
+            f"Begun again from the same random states, the iterable data set {name} gives another sample {num_samples}"
+            " than before: it keeps a state of its own, for instance a counter of epochs in __iter__, or its data"
+            " changed. Its samples would differ from the uninterrupted run. Give it state_dict and load_state_dict, or"
+            " `set_epoch`; or pass strict=False."
+        )
+        if self.strict:
+            raise NotExactError(message)
+        _log.warning(message)
+        self.not_exact.append(message)
+
+    def _chosen_way(self, samples: Any) -> str:
+        if self._way is None:
+            self._way = _REPLAY
+            if not (type(self.user_dataset).__module__ or "").startswith("datasets."):  # it refills its shuffle buffer
+                found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
+                self._way = next((way for way, value in found if _has_state(value)), _REPLAY)
+            _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
+        return self._way
+
+    def draw(self, samples: Iterator[Any], record: IterableRecord | None) -> Any:
+        """Draw the next sample of an iteration, and count it."""
+        self._drawing = record
+        if record is None:
+            return next(samples)
+        if record.batch_begun is None and record.way == _REPLAY:
+            now = self._moment()
+            record.first = record.first or now
+            record.batch_begun = record.num_samples, now.states()
+        try:
+            sample = next(samples)
+        except StopIteration:
+            if not record.has_ended:
+                record.has_ended = True
+                self._note_draws(record)
+                if record.num_left:
+                    record.digest = sample_digest(record.last)
+                self.on_end(record)
+            raise
+        record.num_samples += 1
+        record.num_left += 1
+        record.last = sample
+        return sample
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Collate a batch as the user's function does, after noting that all its samples are drawn."""
+        record, self._drawing = self._drawing, None
+        if record is not None:
+            self._note_batch(record)
+        return collate_fn(samples)
+
+    def _note_batch(self, record: IterableRecord) -> None:
+        self._note_draws(record)
+        if record.num_left:
+            record.digest, record.last = sample_digest(record.last), None
+        record.num_left = 0
+        record.num_batches += 1
+        if not self._in_worker:
+            record.positions.append((record.num_batches, record.position()))
+
+    def _note_draws(self, record: IterableRecord) -> None:
+        if record.batch_begun is not None:
+            at, before = record.batch_begun
+            record.log.note(at, before, self._moment().states())
+            record.batch_begun = None
+
+    def between(self) -> Position | None:
+        """Return what the next iteration has to know about those before it."""
+        return between(self.record.position()) if self.record.way == _DATASET else None
+
+    @property
+    def user_epoch(self) -> int | None:
+        """The epoch that the data set was told by ``set_epoch``."""
+        epoch = getattr(self.user_dataset, "epoch", None)
+        return epoch if isinstance(epoch, int) and callable(getattr(self.user_dataset, "set_epoch", None)) else None
+
+    def _moment(self) -> Moment:
+        self._held.refresh()
+        return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=[self.user_epoch])
+
+    def _restore(self, moment: Moment) -> None:
+        set_rng_state(moment.rng)
+        if moment.held:
+            self._held.load_state_dict(moment.held)
+        for epoch in moment.sampler_epochs:
+            self.go_to_epoch(epoch)
+
+    def go_to_epoch(self, epoch: int | None) -> None:
+        """Tell the data set its epoch, if it was told one before."""
+        if epoch is not None:
+            self.user_dataset.set_epoch(epoch)
+
+
+class _Samples(Iterator[Any]):
+    """Passes on the samples of one iteration."""
+
+    def __init__(self, side: IterableSide, samples: Iterator[Any], record: IterableRecord | None) -> None:
+        self._side = side
+        self._samples = samples
+        self._record = record
+
+    def __next__(self) -> Any:
+        return self._side.draw(self._samples, self._record)
+
+
+def between(position: Position | None) -> Position | None:
+    """Return what of `position` an iteration behind the one that it belongs to has to know."""
+    if position is None or position["way"] != _DATASET:
+        return None
+    return {**position, "samples": None, "start": None, "first": None, "log": b""}
+
+
+def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
+    side = IterableSide(dataset)
+    side.strict = strict
+    return side
+
+
+def _moment(state: Mapping[str, Any] | None) -> Moment | None:
+    return None if state is None else Moment(**state)
+
+
+def _has_state(value: Any) -> bool:
+    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
+    if not all(callable(method) for method in methods) or _num_required(methods[0]) or _num_required(methods[1]) != 1:
+        return False
+    return _is_plain(methods[0]())  # type: ignore[misc]
+
+
+def _num_required(method: Any) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(method).parameters.values()
+    return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, (str, int)) and _is_plain(child) for key, child in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(child) for child in value)
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,71 @@
+"""One run over a loader: what it was begun with, and how many of its batches have come out.
+
+A loader may be run over again before the trainer has used the last batches of the run before (a short loader that is
+cycled, beside a loader without a length), so what belongs to one run is kept together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_faulttolerant.loader.index_side import IndexRecord
+from lightning_faulttolerant.loader.iterable import IterableRecord
+from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.worker_side import WorkerState
+
+
+@dataclass(kw_only=True, slots=True)
+class Iteration:
+    """One run over a loader.
+
+    Args:
+        record: Where its index sampler is.
+        ring: Where its workers leave their states.
+        fetched_before: How many batches each worker had fetched when it began.
+        resumed_states: What its workers were given to go on from.
+        num_out: How many batches have come out since the epoch's beginning, those before a resume included.
+        iterable: Where its iterable data set is, in this process.
+        number: The how-manieth of its workers it is.
+    """
+
+    record: IndexRecord
+    ring: WorkerRing | None
+    fetched_before: list[int]
+    resumed_states: list[WorkerState] | None
+    num_out: int = 0
+    iterable: IterableRecord | None = None
+    number: int = 0
+
+
+class CountedBatches(Iterator[Any]):
+    """Passes on what torch's iterator gives, and counts it.
+
+    Args:
+        batches: What torch gives.
+        iteration: What is to know their number.
+        before_first: Called right before the first batch is asked for.
+    """
+
+    def __init__(self, batches: Iterator[Any], iteration: Iteration, *, before_first: Callable[[], None]) -> None:
+        self._batches = batches
+        self._iteration = iteration
+        self._before_first: Callable[[], None] | None = before_first
+
+    def __next__(self) -> Any:
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
+        batch = next(self._batches)
+        self._iteration.num_out += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
+
+    def drop(self, num_batches: int) -> None:
+        """Take the first batches out unseen: they were used before the resume."""
+        for _ in range(num_batches):
+            next(self._batches)
+            self._iteration.num_out += 1

@@ -1,0 +1,99 @@
+"""The rest of an epoch of torch's own samplers, without a walk over the batches before it.
+
+A sampler's order is made as torch makes it, from the same generators, and the indices that are not needed are left out
+before they become Python numbers: of 10 million samples that saves most of the time. Whoever asks has to compare what
+is given again with what was given before, for torch may change how it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
+    """Return the batches of `sampler` behind the first `num_batches`, or ``None`` if it is not known how to skip.
+
+    The generators, which have to be as when its first index is drawn, are moved by the first ``next`` as `sampler`
+    itself would move them. A sampler without batching counts indices.
+    """
+    if type(sampler) is not BatchSampler:
+        return _rest(sampler, num_batches)
+    inner = _rest(sampler.sampler, num_batches * sampler.batch_size)
+    if inner is None:
+        return None
+    return iter(BatchSampler(_Once(inner), sampler.batch_size, sampler.drop_last))
+
+
+class _Once(Iterable[int]):
+    """What `BatchSampler` takes for a sampler."""
+
+    def __init__(self, indices: Iterator[int]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return self._indices
+
+
+def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
+    skip = _SKIPS.get(type(sampler))
+    if skip is None or num_indices > len(sampler):
+        return None
+    return skip(sampler, num_indices)
+
+
+def _sequential(sampler: SequentialSampler, num_indices: int) -> Iterator[int]:
+    return iter(range(num_indices, len(sampler.data_source)))
+
+
+def _random(sampler: RandomSampler, num_indices: int) -> Iterator[int] | None:
+    if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+        return None
+    return _shuffled(sampler, num_indices)
+
+
+def _shuffled(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
+    generator = sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    length = len(sampler.data_source)
+    yield from torch.randperm(length, generator=generator)[num_indices:].tolist()
+    # torch draws once more for the part of a pass that is left over, here none: a generator of the user's own moves.
+    torch.randperm(length, generator=generator)
+
+
+def _subset(sampler: SubsetRandomSampler, num_indices: int) -> Iterator[int]:
+    for i in torch.randperm(len(sampler.indices), generator=sampler.generator)[num_indices:].tolist():
+        yield sampler.indices[i]
+
+
+def _weighted(sampler: WeightedRandomSampler, num_indices: int) -> Iterator[int]:
+    drawn = torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
+    yield from drawn[num_indices:].tolist()
+
+
+def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator[int]:
+    # Its order, made at once from a generator of its own, is a list: its iterator steps forward in C.
+    return islice(iter(sampler), num_indices, None)
+
+
+_SKIPS: dict[type, Callable[[Any, int], Iterator[Any] | None]] = {
+    DistributedSampler: _distributed,
+    RandomSampler: _random,
+    SequentialSampler: _sequential,
+    SubsetRandomSampler: _subset,
+    WeightedRandomSampler: _weighted,
+}

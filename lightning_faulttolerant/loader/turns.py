@@ -1,0 +1,66 @@
+"""Which worker gave which batch of an iterable data set: in turn, among those that still have data."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.ring import WorkerRing
+
+_WAIT_SECONDS = 5.0
+
+
+def round_of(num_batches: int, ends: list[int | None]) -> tuple[int, int]:
+    """Return the last round that began at or before batch `num_batches`, and how many batches came before it.
+
+    Args:
+        num_batches: How many batches have come out.
+        ends: How many batches each worker gives in all, as far as it has run out.
+    """
+    rounds = bisect_right(range(num_batches + 1), num_batches, key=lambda r: _num_before(r, ends)) - 1
+    return rounds, _num_before(rounds, ends)
+
+
+def _num_before(rounds: int, ends: list[int | None]) -> int:
+    return sum(rounds if end is None else min(rounds, end) for end in ends)
+
+
+def counts_at(ring: WorkerRing, iteration: int, num_batches: int) -> tuple[list[int], int]:
+    """Return how many batches each worker had fetched when the round of `num_batches` began, and the rest to drop."""
+    spans = _spans(ring, iteration)
+    rounds, before = round_of(num_batches, [None if last is None else last - first for first, last in spans])
+    counts = [first + rounds if last is None else min(first + rounds, last) for first, last in spans]
+    return counts, num_batches - before
+
+
+def counts_now(ring: WorkerRing, iteration: int, num_given: int) -> list[int]:
+    """Return how many batches each worker has fetched once it has done all it was given.
+
+    Raises:
+        NotExactError: If that can't be told, since some have run out and others were cut off.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        spans = _spans(ring, iteration)
+        if all(last is not None for _, last in spans):
+            return [last for _, last in spans if last is not None]
+        counts = [first - (worker - num_given) // ring.num_workers for worker, (first, _) in enumerate(spans)]
+        if all(last is None and ring.has(w, counts[w]) for w, (_, last) in enumerate(spans)):
+            return counts
+        if time.monotonic() > deadline:
+            raise NotExactError(
+                "An epoch ended while some of the persistent workers had run out of samples of their iterable data set"
+                " and others had not. How far these have fetched ahead depends on their speed, so that their random"
+                " draws could not go on exactly. Pass persistent_workers=False."
+            )
+        time.sleep(0.001)
+
+
+def _spans(ring: WorkerRing, iteration: int) -> list[tuple[int, int | None]]:
+    try:
+        return [ring.span(worker, iteration) for worker in range(ring.num_workers)]
+    except LookupError as error:
+        raise NotExactError(
+            f"How far a data-loading worker is could not be read: {error}. Its samples could not go on exactly."
+        ) from error

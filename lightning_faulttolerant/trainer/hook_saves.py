@@ -1,0 +1,170 @@
+"""Checkpoints that somebody else asks for inside a fit: what of ours goes into them, and whether it can be exact.
+
+A run can go on exactly from between two batches, from the start of a validation run, and from the end of a batch, of a
+validation run and of an epoch, where what is still owed can be done by Lightning's own loops. So a checkpoint from the
+middle of a batch or of a validation run takes the state of their start. It can't be exact where parameters have moved
+since, or where hooks of the same event stood behind the saving one whose arguments are gone.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.capture import Capture, RunState, named_callbacks
+from lightning_faulttolerant.trainer.position import (
+    BATCH_END,
+    EPOCH_END,
+    EPOCH_START,
+    FINISHED,
+    VALIDATION_END,
+    Position,
+    position_of,
+)
+
+MODULE = "module"
+_PLACES = {
+    "on_train_epoch_start": EPOCH_START,
+    "on_train_batch_end": BATCH_END,
+    "on_validation_end": VALIDATION_END,
+    "on_train_epoch_end": EPOCH_END,
+    "on_train_end": FINISHED,
+    "on_fit_end": FINISHED,
+    "teardown": FINISHED,
+}
+# Called with an outcome and a batch that are gone when a run goes on; Lightning's own callbacks don't look at them.
+_WITH_BATCH = ("on_train_batch_end",)
+# A run that goes on behind its end doesn't come by these any more.
+_NOT_AGAIN = ("on_train_end", "on_fit_end", "teardown")
+_SAVES = "save_checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookSave:
+    """What of ours goes into a checkpoint that somebody else asks for.
+
+    Args:
+        position: Where the run goes on from it.
+        state: The state of that place; empty if there is none.
+        behind: Callbacks, and the module, whose hook is still to be called.
+        inexact: Why the run can't go on exactly.
+        instead: What replaces parts of Lightning's checkpoint on a resume.
+        before_validation: What is to be put back behind the validation run that is under way.
+    """
+
+    position: Position
+    state: Mapping[str, Any]
+    behind: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
+    instead: Mapping[str, Any] | None = None
+    before_validation: Mapping[str, Any] | None = None
+
+
+class HookSaves:
+    """Makes our part of the checkpoints that others ask for in one fit.
+
+    Args:
+        trainer: Whose fit it is.
+        run_state: Reads its state.
+    """
+
+    def __init__(self, trainer: Trainer, run_state: RunState) -> None:
+        self._trainer = trainer
+        self._run_state = run_state
+        self.wants_captures = _saves_in_a_batch(trainer)
+        """Whether a state is to be kept at each boundary, since somebody saves in the middle of batches."""
+
+    def make(self, hook: str, saver: Callback | None, capture: Capture | None) -> HookSave:
+        """Return what goes into a checkpoint that is asked for now.
+
+        Args:
+            hook: The hook that runs.
+            saver: The callback whose it is; ``None`` for the module.
+            capture: The last one that was taken, if any.
+        """
+        where = None if self._trainer.sanity_checking else _PLACES.get(hook)
+        if where is None and capture is not None:
+            return self._from_capture(hook, capture)
+        if where is None or (where == VALIDATION_END and capture is None):
+            position = position_of(self._trainer, hook or "a call", hook)
+            return HookSave(position=position, state={}, inexact=("it was saved before the first batch",))
+        position = position_of(self._trainer, where, hook)
+        behind, lost = self._behind(hook, saver)
+        before = None
+        if where == VALIDATION_END and capture is not None:
+            first_loop_iter = capture.state["results"]["connector"]["first_loop_iter"]
+            before = compat.before_validation(self._trainer, first_loop_iter)
+        return HookSave(
+            position=position,
+            state=self._run_state.state_dict(position),
+            behind=tuple(behind),
+            inexact=tuple(f"{name} stood behind the hook that saved, and can't be called again" for name in lost),
+            before_validation=before,
+        )
+
+    def _from_capture(self, hook: str, capture: Capture) -> HookSave:
+        inexact = []
+        if not capture.is_current(self._trainer):
+            self.wants_captures = True
+            inexact.append(f"parameters have moved since {capture.position}, the last state before {hook or 'it'}")
+        if compat.overrides_save_hook(self._trainer):
+            inexact.append(f"what on_save_checkpoint gives is of {hook or 'the call'}, the rest of {capture.position}")
+        kept = capture.position
+        position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
+        return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
+
+    def _behind(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
+        """Return who is still to be called behind the saving hook, and the hooks that can't be called again."""
+        module = self._trainer.lightning_module
+        named = named_callbacks(compat.callbacks(self._trainer))
+        order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
+        if hook == "on_train_epoch_end":  # here Lightning calls those that watch a metric behind the module
+            order.sort(key=lambda item: compat.watches_metrics(item[1]))
+        own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
+        behind, lost = [], []
+        for name, owner in order[own + 1 :]:
+            function = _overridden(owner, hook)
+            if function is None or _is_ours(function):
+                continue
+            if hook in _NOT_AGAIN or (hook in _WITH_BATCH and not _is_lightnings(function)):
+                if not _is_lightnings(function):
+                    lost.append(f"{type(owner).__name__}.{hook}")
+            else:
+                behind.append(name)
+        return behind, lost
+
+
+def _overridden(owner: Any, hook: str) -> Any:
+    """Return the function behind a hook, if it is not the empty one that every callback and module has."""
+    base = LightningModule if isinstance(owner, LightningModule) else Callback
+    function = getattr(owner, hook)
+    function = getattr(function, "__func__", function)
+    return None if function is getattr(base, hook) else function
+
+
+def _is_lightnings(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("lightning.pytorch.")
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("lightning_faulttolerant.")
+
+
+def _saves_in_a_batch(trainer: Trainer) -> bool:
+    """Return whether the module or a callback has a method that saves a checkpoint and may run inside a batch.
+
+    Read from the names that the method's code uses. Who saves by a longer way is found out when he does so.
+    """
+    owners = [trainer.lightning_module, *compat.callbacks(trainer)]
+    return any(
+        _SAVES in function.__code__.co_names and name not in _PLACES and not name.startswith("on_validation")
+        for owner in owners
+        for kind in (*type(owner).__mro__, owner)
+        for name, function in list(getattr(kind, "__dict__", {}).items())
+        if isinstance(function, types.FunctionType) and not _is_lightnings(function) and not _is_ours(function)
+    )

@@ -1,0 +1,29 @@
+"""Hooks that our callback does not use are not called while a fit lasts: an empty one costs 3 microseconds each time.
+
+Lightning enters a profiler context for each callback and hook, six times a step, but passes over a hook that is not
+callable.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant.trainer.compat import Patches
+
+PER_BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+)
+
+
+def pass_over_idle_hooks(callback: Callback, patches: Patches) -> None:
+    """Let Lightning pass over the hooks of a batch that `callback` inherits as they are; a subclass may use some."""
+    for name in PER_BATCH_HOOKS:
+        if getattr(type(callback), name) is getattr(Callback, name):
+            patches.replace(callback, name, None)

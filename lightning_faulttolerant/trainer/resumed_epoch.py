@@ -1,0 +1,109 @@
+"""The epoch that a resumed run goes on in: the state is put back, then Lightning's loops do what its place still owed.
+
+Nothing of the loops is done here by other means: a batch is closed, a validation run finished and an epoch ended by the
+code that would have done it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.capture import RunState, named_callbacks
+from lightning_faulttolerant.trainer.hook_saves import MODULE
+from lightning_faulttolerant.trainer.position import (
+    BATCH_END,
+    EPOCH_END,
+    EPOCH_START,
+    VALIDATION,
+    VALIDATION_END,
+)
+from lightning_faulttolerant.trainer.resume import Resume
+from lightning_faulttolerant.trainer.strategy import Loaders
+
+
+class ResumedEpoch:
+    """Starts one epoch in its middle, or at its edges.
+
+    Args:
+        trainer: Whose fit it is.
+        resume: What is put back.
+        loaders: The fit's loaders.
+    """
+
+    def __init__(self, trainer: Trainer, resume: Resume, loaders: Loaders) -> None:
+        assert resume.position is not None
+        self._trainer = trainer
+        self._resume = resume
+        self._loaders = loaders
+        self._where = resume.position.where
+        self._owed = list(resume.owed("behind") or ())
+        self._before_validation = resume.owed("before_validation")
+        self._is_ending = False
+        # All steps may be done, and still a validation run or the end of the epoch be owed.
+        self.put_limit_back = compat.lift_step_limit(trainer)
+
+    def reset(self, original: Callable[[], None]) -> None:
+        """Stand in for the epoch loop's reset: the counters are right, but for an epoch that only starts."""
+        if self._where == EPOCH_START:
+            compat.set_not_restarting(self._trainer)
+            original()
+
+    def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
+        """Stand in for the epoch loop's ``on_run_start``, and do what is owed before the next batch."""
+        trainer, loaders, state = self._trainer, self._loaders, self._resume.loaders_state
+        if self._where == EPOCH_START and state.get("combined") is None:
+            loaders.holds_back = False
+            self._resume.restore(run_state)
+            self._call("on_train_epoch_start")
+            with loaders.iterated_by_trainer():
+                original(data_fetcher)
+            compat.set_not_restarting(trainer)
+            return
+        if self._where != EPOCH_END:
+            loaders.renew(state)
+        with loaders.iterated_by_trainer():
+            original(data_fetcher)
+        loaders.holds_back = False
+        compat.load_fetcher(trainer, state.get("combined"))
+        self._resume.restore(run_state)
+        compat.set_not_restarting(trainer)
+        self._finish()
+
+    def _finish(self) -> None:
+        trainer = self._trainer
+        if self._where == EPOCH_START:
+            self._call("on_train_epoch_start")
+        elif self._where == BATCH_END:
+            self._call("on_train_batch_end", None, None, trainer.fit_loop.batch_idx)
+            compat.close_batch(trainer)
+            compat.finish_batch(trainer)
+        elif self._where == VALIDATION:
+            compat.finish_batch(trainer)
+        elif self._where == VALIDATION_END:
+            callbacks, module = self._behind()
+            compat.end_validation(trainer, callbacks, module=module, before=self._before_validation)
+            compat.finish_batch(trainer, validate=False)
+        elif self._where == EPOCH_END:
+            self._is_ending = True
+
+    def end(self, original: Callable[[], None]) -> None:
+        """Stand in for the fit loop's ``on_advance_end``: of the hooks at the end of the epoch, call those owed."""
+        if not self._is_ending:
+            original()
+            return
+        self._is_ending = False
+        callbacks, module = self._behind()
+        with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):
+            original()
+
+    def _call(self, hook: str, *args: Any) -> None:
+        callbacks, module = self._behind()
+        compat.run_hooks(self._trainer, hook, callbacks, *args, module=module)
+
+    def _behind(self) -> tuple[list[Callback], bool]:
+        named = named_callbacks(compat.callbacks(self._trainer))
+        return [callback for name, callback in named.items() if name in self._owed], MODULE in self._owed

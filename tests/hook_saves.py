@@ -1,0 +1,131 @@
+"""Runs that go on from a checkpoint which somebody else asked for inside a hook."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_faulttolerant.testing import _compare, _Runs
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.recorder import Recorder
+from tests.runs import Net, fit_net
+
+NAME = "theirs.ckpt"
+_FROM = "from"
+# Where the run goes on from a checkpoint of this hook: at the batch or the validation run that it was saved in.
+_BEGINS_AT = {
+    "on_train_batch_start": "batch",
+    "training_step": "batch",
+    "on_before_optimizer_step": "batch",
+    "on_validation_start": "validation",
+    "on_validation_batch_end": "validation",
+}
+
+
+def save(trainer: Trainer) -> None:
+    """Save a checkpoint here and now, and note in the trace that it was here."""
+    for callback in compat.callbacks(trainer):
+        if isinstance(callback, Recorder):
+            callback.write("saved")
+    trainer.save_checkpoint(Path(trainer.default_root_dir) / NAME)
+
+
+class Countdown:
+    """Saves when a hook is called for the `at`-th time outside the sanity check, from 0."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, trainer: Trainer) -> None:
+        if not trainer.sanity_checking:
+            if self.left == 0:
+                save(trainer)
+            self.left -= 1
+
+
+def saver(hook: str, at: int, *, kind: type[Callback] = Callback) -> Callback:
+    """Return a callback that saves in the `at`-th call of its `hook`."""
+    countdown = Countdown(at)
+
+    def call(self: Callback, trainer: Trainer, *_: Any, **__: Any) -> None:
+        trainer_save_checkpoint(countdown, trainer)
+
+    return type("Saves", (kind,), {hook: call})()
+
+
+def trainer_save_checkpoint(countdown: Countdown, trainer: Trainer) -> None:
+    """Save by a longer way, which is not seen in the hook's code."""
+    countdown(trainer)
+
+
+class SavingCheckpoint(Checkpoint):
+    """Derives from Lightning's `Checkpoint`, so that Lightning calls it behind all others."""
+
+
+def saving_module(hook: str, at: int, base: type[LightningModule] = Net) -> LightningModule:
+    """Return a module that saves in the `at`-th call of its `hook`."""
+    countdown = Countdown(at)
+
+    def call(self: LightningModule, *arguments: Any, **keywords: Any) -> Any:
+        result = getattr(base, hook)(self, *arguments, **keywords)
+        countdown(self.trainer)
+        return result
+
+    return type("SavingNet", (base,), {hook: call})()  # type: ignore[no-any-return]
+
+
+def assert_goes_on_from(
+    hook: str,
+    *,
+    users: Callable[[], list[Callback]] = list,
+    module: Callable[[], LightningModule] = Net,
+    train: Callable[[], Any] | None = None,
+    validation: Callable[[], Any] | None = None,
+    **arguments: Any,
+) -> None:
+    """Hold a fit of what the callables make to the law, resumed from the checkpoint that one saves in `hook`."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        origin = directory / _FROM
+        return fit_net(
+            [*callbacks, *users()],
+            directory,
+            train=train and train(),
+            validation=validation and validation(),
+            module=module(),
+            ckpt_path=origin.read_text() if origin.exists() else None,
+            **arguments,
+        )
+
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        # Captures as often as it takes; a first save by an unforeseen way would have none otherwise.
+        runs = _Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 120.0)
+        reference = runs.start("uninterrupted", [], seed=1, with_callback=False)
+        assert reference.exit_code == 0, reference.output
+        saved = runs.start("saved", [], seed=1, with_callback=True)
+        assert saved.exit_code == 0, saved.output
+        _compare(reference.events, saved.events, "the run with the callback")
+        assert (root / "saved" / NAME).exists(), saved.output
+        (root / "resumed").mkdir()
+        (root / "resumed" / _FROM).write_text(str(root / "saved" / NAME))
+        resumed = runs.start("resumed", [], seed=99, with_callback=True)
+        assert resumed.exit_code == 0, resumed.output
+        _compare(_behind(reference.events, hook), _unmarked(resumed.events), f"the run that goes on from {hook}")
+
+
+def _behind(events: list[dict[str, Any]], hook: str) -> list[dict[str, Any]]:
+    names = [event["event"] for event in events]
+    cut = names.index("saved")
+    if hook in _BEGINS_AT:
+        cut = max(i for i, name in enumerate(names[:cut]) if name == _BEGINS_AT[hook])
+    return _unmarked(events[cut:])
+
+
+def _unmarked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] != "saved"]

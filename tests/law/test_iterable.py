@@ -1,0 +1,212 @@
+"""The law for iterable data sets: they go on with the sample that is next, by their state or by a replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.runs import Cut, NoisyCollate, assert_goes_on, each_cut, each_num_workers, fit_net
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+
+
+def noise() -> float:
+    """Draw from all three global generators."""
+    return random.gauss(0, 1) + float(np.random.randn()) + float(torch.randn(()))
+
+
+def shard() -> tuple[int, int]:
+    """Return this worker's number and how many there are."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+class Stream(IterableDataset[Tensor]):
+    """A generator that shuffles through a buffer, draws at every sample, and is sharded by worker."""
+
+    def __init__(self, length: int = 32) -> None:
+        self.length = length
+        self.rng = random.Random(0)
+
+    def numbers(self) -> range:
+        """Return what this worker gives."""
+        worker, num_workers = shard()
+        return range(worker, self.length, num_workers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[int] = []
+        for number in self.numbers():
+            buffer.append(number)
+            if len(buffer) == 5:
+                yield self.sample(buffer.pop(random.randrange(5)))
+        while buffer:
+            yield self.sample(buffer.pop(int(torch.randint(len(buffer), ()))))
+
+    def sample(self, number: int) -> Tensor:
+        """Return a sample with noise."""
+        return torch.full((4,), number / 32) + 0.1 * noise() + 0.1 * self.rng.gauss(0, 1)
+
+
+class SizedStream(Stream):
+    """Knows its length."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class UnevenStream(Stream):
+    """The first worker has 6 samples, the second 26."""
+
+    def numbers(self) -> range:
+        """Return what this worker gives."""
+        worker, num_workers = shard()
+        return range(32) if num_workers == 1 else (range(6), range(6, 32))[worker]
+
+
+class StatefulStream(SizedStream):
+    """Says where it is; a replay would not find the place, since it counts how often it was begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_begun, self.next, self.resumed_at = 0, 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        begin, self.resumed_at = self.resumed_at, 0
+        self.num_begun += not begin
+        numbers = self.numbers()
+        for index in range(begin, len(numbers)):
+            self.next = index + 1
+            yield self.sample(numbers[index] + self.num_begun)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where it is."""
+        return {"num_begun": self.num_begun, "next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go there."""
+        self.num_begun, self.next = state_dict["num_begun"], state_dict["next"]
+        self.resumed_at = self.next
+
+
+class StatefulIterator(Iterator[Tensor]):
+    """Says where it is, and can't be begun again: what it gives depends on a draw that it keeps."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.next, self.shift = stream, 0, random.random()
+
+    def __next__(self) -> Tensor:
+        numbers = self.stream.numbers()
+        if self.next >= len(numbers):
+            raise StopIteration
+        self.next += 1
+        return self.stream.sample(numbers[self.next - 1]) + self.shift
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is."""
+        return {"next": self.next, "shift": self.shift}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go there."""
+        self.next, self.shift = state_dict["next"], state_dict["shift"]
+
+
+class StreamOfStatefulIterators(Stream):
+    """Its iterators have a state."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return StatefulIterator(self)
+
+
+class SamplerStream(Stream):
+    """The protocol of Lightning 1.9: a sampler and its iterator as attributes, and ``__next__``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = RandomSampler(range(16))
+
+    def __iter__(self) -> SamplerStream:
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> Tensor:
+        return self.sample(next(self.sampler_iter))
+
+
+class CountingStream(Stream):
+    """Has a hidden state: what it gives depends on how often it was begun."""
+
+    num_begun = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_begun += 1
+        return (torch.full((4,), float(number * self.num_begun)) for number in self.numbers())
+
+
+def loader(stream: Callable[[], Stream], num_workers: int, **arguments: Any) -> Callable[[], DataLoader]:
+    """Return what makes a loader of a stream."""
+    return lambda: DataLoader(stream(), **{"batch_size": 4, **arguments}, num_workers=num_workers)
+
+
+@each_num_workers
+@each_cut
+@pytest.mark.parametrize("stream", [Stream, SizedStream, StatefulStream, StreamOfStatefulIterators])
+def test_iterable(stream: Callable[[], Stream], cut: Cut, num_workers: int) -> None:
+    """An iterable data set goes on with the sample that is next, its shuffle buffer and its draws too."""
+    assert_goes_on(cut, train=loader(stream, num_workers))
+
+
+@each_num_workers
+def test_sampler_protocol(num_workers: int) -> None:
+    """A data set that exposes its sampler and its iterator goes on in its order."""
+    num_batches = 4 * max(1, num_workers)
+    cut = Cut(kill=num_batches + 3, every=num_batches + 2, goes_on_at=(1, 2))
+    assert_goes_on(cut, train=loader(SamplerStream, num_workers))
+
+
+# The first worker has 2 batches, the second 7: they come in the order 0 1 0 1 1 1 1 1 1.
+@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (7, (0, 7)), (9, (1, 0)), (14, (1, 5))])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, int], persistent_workers: bool) -> None:
+    """Where one worker runs out before the other, the batches go on in the same turns."""
+    train = loader(UnevenStream, 2, persistent_workers=persistent_workers)
+    assert_goes_on(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
+
+
+@pytest.mark.parametrize("arguments", [{"drop_last": True}, {"batch_size": None}], ids=["drop-last", "no-batching"])
+@each_num_workers
+def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
+    """Without the incomplete batch, and without batching, an iterable data set goes on exactly."""
+    if "batch_size" in arguments:
+        arguments = {**arguments, "collate_fn": lambda sample: sample.expand(4, 4) + torch.randn(4, 4)}
+    train = loader(UnevenStream, num_workers, **arguments)
+    assert_goes_on(Cut(kill=6, every=1, goes_on_at=(0, 6)), train=train, max_epochs=1)
+
+
+@each_num_workers
+def test_limited_epochs(num_workers: int) -> None:
+    """With ``limit_train_batches`` each epoch begins anew, and goes on where it was cut."""
+    train = loader(Stream, num_workers, collate_fn=NoisyCollate(), persistent_workers=num_workers > 0)
+    assert_goes_on(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
+
+
+@each_num_workers
+def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
+    """A data set that gives other samples when it is begun again is refused, with the reason and the remedy."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Trainer:
+        train = DataLoader(CountingStream(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0)
+        return fit_net(callbacks, directory, train=train)
+
+    with pytest.raises((NotExactError, AssertionError), match="it keeps a state of its own"):
+        assert_resumes_exactly(fit, [KillAt(14)], options={"every_n_train_steps": 13})

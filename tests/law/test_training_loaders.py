@@ -1,0 +1,145 @@
+"""Several training loaders, loaders without a length, and steps that fetch by themselves resume exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from tests.runs import (
+    Cut,
+    DrawingSampler,
+    Fetches,
+    HoldingDataset,
+    Net,
+    NoisyDataset,
+    TwoLoaders,
+    Unsized,
+    assert_goes_on,
+    each_cut,
+    each_num_workers,
+)
+
+# The long one has 8 batches, the short one 3: it is in its second and third cycle at the cuts.
+
+
+def pair(num_workers: int, **arguments: Any) -> dict[str, DataLoader[Any]]:
+    """Return a long and a short loader, both shuffled."""
+    return {
+        "long": DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers, **arguments),
+        "short": DataLoader(NoisyDataset(12), batch_size=4, shuffle=True, num_workers=num_workers, **arguments),
+    }
+
+
+@each_cut
+@each_num_workers
+def test_dict_of_loaders(num_workers: int, cut: Cut) -> None:
+    """A dict of loaders, the short one cycled: the resumed run is the rest of the uninterrupted one."""
+    assert_goes_on(cut, train=lambda: pair(num_workers), module=TwoLoaders)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
+@each_num_workers
+@pytest.mark.parametrize("mode", ["max_size", "max_size_cycle"])
+def test_mode_of_a_combined_loader(mode: str, num_workers: int) -> None:
+    """In the middle of a later epoch, where the short loader has run out or is in its second cycle."""
+    cut = Cut(kill=14, every=13, goes_on_at=(1, 5))
+    assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), mode), module=TwoLoaders)
+
+
+@each_num_workers
+def test_shortest_loader_ends_the_epoch(num_workers: int) -> None:
+    """With ``min_size`` an epoch has 3 batches; the long loader is left in its middle each time."""
+    cut = Cut(kill=5, every=4, goes_on_at=(1, 1))
+    assert_goes_on(cut, train=lambda: CombinedLoader(pair(num_workers), "min_size"), module=TwoLoaders, max_epochs=3)
+
+
+def test_persistent_workers_of_several_loaders() -> None:
+    """Workers that live on over cycles and epochs go on with the random states that they had."""
+    cut = Cut(kill=21, every=20, goes_on_at=(2, 4))
+    assert_goes_on(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
+
+
+class Nested(Net):
+    """Is trained on a list that holds a dict."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, others = batch
+        return super().training_step(first + others["a"] + others["b"], batch_idx)
+
+
+@each_cut
+def test_nested_loaders(cut: Cut) -> None:
+    """A list that holds a dict of loaders resumes like one loader."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(), batch_size=4, shuffle=True)
+
+    assert_goes_on(cut, train=lambda: [loader(), {"a": loader(), "b": loader()}], module=Nested)
+
+
+UNSIZED: dict[str, Callable[[int], Any]] = {
+    "one": lambda workers: Unsized(HoldingDataset(), batch_size=4, shuffle=True, num_workers=workers),
+    "drawing sampler": lambda workers: Unsized(
+        NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=workers
+    ),
+}
+
+
+@each_cut
+@each_num_workers
+@pytest.mark.parametrize("name", UNSIZED)
+def test_loader_without_a_length(name: str, num_workers: int, cut: Cut) -> None:
+    """Lightning fetches one batch ahead: it is fetched again under the random states of its first fetch."""
+    assert_goes_on(cut, train=lambda: UNSIZED[name](num_workers))
+
+
+@each_num_workers
+def test_loader_without_a_length_beside_a_cycled_one(num_workers: int) -> None:
+    """The batch that is fetched ahead may have begun the short loader's next cycle already."""
+
+    def loaders() -> dict[str, Any]:
+        return {**pair(num_workers), "long": Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)}
+
+    for kill, batch in ((11, 2), (12, 3), (13, 4)):
+        cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, batch))
+        assert_goes_on(cut, train=loaders, module=TwoLoaders)
+
+
+@each_cut
+@each_num_workers
+def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut) -> None:
+    """``limit_train_batches`` ends the epoch in the middle of the data."""
+
+    def train() -> Any:
+        return Unsized(HoldingDataset(64), batch_size=4, shuffle=True, num_workers=num_workers)
+
+    assert_goes_on(cut, train=train, limit_train_batches=8)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@each_cut
+@each_num_workers
+def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
+    """``training_step(self, dataloader_iter)``: the position counts fetches of finished steps."""
+    assert_goes_on(
+        cut,
+        train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
+        module=Fetches,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@each_num_workers
+def test_two_fetches_a_step(num_workers: int) -> None:
+    """A step may fetch more than once: an epoch of 8 batches has 4 steps."""
+    cut = Cut(kill=6, every=5, goes_on_at=(1, 1))
+    assert_goes_on(
+        cut,
+        train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
+        module=lambda: Fetches(2),
+        max_epochs=3,
+    )
