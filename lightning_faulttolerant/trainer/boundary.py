@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
-from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
+from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -112,7 +113,7 @@ class Boundary:
 
         It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """
-        if compat.overrides_save_hook(self._trainer):
+        if overrides_save_hook(self._trainer):
             return False
         as_they_are: AbstractContextManager[None] = nullcontext()
         swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []

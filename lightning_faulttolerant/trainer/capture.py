@@ -28,8 +28,8 @@ from lightning_faulttolerant.state.tensors import (
 )
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
-from lightning_faulttolerant.trainer.results import load_results, results_state
 from lightning_faulttolerant.trainer.strategy import Loaders
 
 # Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.

@@ -7,27 +7,18 @@ contract test, with what breaks without each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
-from torch import Tensor
+
+from lightning_faulttolerant.trainer.patches import Patches
 
 SEAMS = {
     "trainer.fit_loop.epoch_loop._on_before_fetch": "the boundary: autosaves, stops and captures",
@@ -35,7 +26,6 @@ SEAMS = {
     "trainer.fit_loop._combined_loader": "leaving the user's loaders as they were",
     "trainer.fit_loop._data_fetcher": "finishing a batch that was saved before its validation run",
     "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step that loggers receive",
-    "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
     "trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "the step of values logged in validation",
     "trainer.fit_loop._last_train_dl_reload_epoch": "reload_dataloaders_every_n_epochs behind a resume",
     "trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "reload_dataloaders_every_n_epochs, likewise",
@@ -45,35 +35,7 @@ SEAMS = {
     "trainer._checkpoint_connector._loaded_checkpoint": "resuming",
     "trainer._signal_connector.register_signal_handlers": "stop signals",
     "trainer._signal_connector._original_handlers": "calling the handlers that were there before",
-    "trainer._logger_connector._first_loop_iter": "means logged over an epoch, right after a resume",
-    "trainer._logger_connector._current_fx": "means logged over an epoch, right after a resume",
-    "trainer._logger_connector._callback_metrics": "EarlyStopping and ModelCheckpoint, right after a resume",
-    "trainer._logger_connector._logged_metrics": "trainer.logged_metrics, right after a resume",
-    "trainer._logger_connector._progress_bar_metrics": "the progress bar, right after a resume",
 }
-
-
-class Patches:
-    """Replacements of methods on single objects, undone all at once."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the method `name` of `owner` by what `make` returns for it."""
-        self.replace(owner, name, make(getattr(owner, name)))
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace the attribute `name` of `owner` by `value`."""
-        had_own = name in vars(owner)
-        original = getattr(owner, name)
-        setattr(owner, name, value)
-        self._undo.append((lambda: setattr(owner, name, original)) if had_own else (lambda: delattr(owner, name)))
-
-    def undo(self) -> None:
-        """Put everything back, the last replacement first."""
-        while self._undo:
-            self._undo.pop()()
 
 
 # Where the loops and the connectors can be reached into.
@@ -162,11 +124,6 @@ def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
     return "", None
 
 
-def watches_metrics(callback: Any) -> bool:
-    """Return whether Lightning calls this callback's ``on_train_epoch_end`` behind the module's."""
-    return isinstance(callback, (EarlyStopping, Checkpoint))
-
-
 def run_hooks(trainer: Trainer, hook: str, callbacks: list[Callback], *args: Any, module: bool) -> None:
     """Call a hook of some callbacks, and of the module if `module`, as Lightning does."""
     with only(trainer, hook, callbacks, module=module):
@@ -187,25 +144,6 @@ def only(trainer: Trainer, hook: str, callbacks: list[Callback], *, module: bool
     finally:
         patches.undo()
         trainer.callbacks = kept  # type: ignore[attr-defined]
-
-
-def overrides_save_hook(trainer: Trainer) -> bool:
-    """Return whether the module, data module or a user's callback has an ``on_save_checkpoint`` of its own."""
-    if type(trainer.lightning_module).on_save_checkpoint is not LightningModule.on_save_checkpoint:
-        return True
-    module = datamodule(trainer)
-    if module is not None and _keeps_state(type(module)):
-        return True
-    # What a user's class inherits from one of Lightning's is Lightning's; a LambdaCallback's hook is its instance's.
-    return any(not c.on_save_checkpoint.__module__.startswith(_NOT_USERS) for c in callbacks(trainer))
-
-
-def _keeps_state(kind: type[LightningDataModule]) -> bool:
-    names = ("state_dict", "on_save_checkpoint")
-    return any(getattr(kind, name) is not getattr(LightningDataModule, name) for name in names)
-
-
-_NOT_USERS = ("lightning.pytorch.", "lightning_faulttolerant.")
 
 
 # Loops.
@@ -435,82 +373,3 @@ def combined_loaders(trainer: Trainer) -> list[Any]:
 def user_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of training and validation, as far as they are set up."""
     return [loader for combined in combined_loaders(trainer) for loader in combined.flattened]
-
-
-def default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
-    """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
-
-    Lightning sets it after ``process_dataloader``, and only where there is none: ours is there by then.
-    """
-    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
-        return None
-    return partial(pl_worker_init_function, rank=trainer.global_rank)
-
-
-# Logged results.
-
-_CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "progress_bar": "_progress_bar_metrics"}
-
-
-def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what the logger connector keeps between batches."""
-    connector = trainer._logger_connector
-    metrics = {name: _copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
-    return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
-
-
-def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Put back what `logger_connector_state` gave."""
-    connector = trainer._logger_connector
-    for name, attribute in _CONNECTOR.items():
-        setattr(connector, attribute, _copied(state["metrics"][name]))
-    connector._first_loop_iter = state["first_loop_iter"]
-    connector._current_fx = state["current_fx"]
-
-
-def _copied(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in metrics.items()}
-
-
-def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
-    """Return the collections of logged values of training and validation."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
-
-
-def metadata_state(item: _ResultMetric) -> dict[str, Any]:
-    """Return with which arguments a value was logged, as plain values."""
-    fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
-    sync = item.meta.sync
-    return {
-        "fields": {name: getattr(item.meta, name) for name in fields},
-        "reduce_fx": item.meta.reduce_fx.__name__,
-        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only},
-        "is_tensor": item.is_tensor,
-    }
-
-
-def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
-    """Return a logged value with the arguments of `metadata_state`, and no value yet."""
-    meta = _Metadata(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
-    sync = state["sync"]
-    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"])
-    return _ResultMetric(meta, state["is_tensor"])
-
-
-def result_cache(item: _ResultMetric) -> dict[str, Any]:
-    """Return what a logged value remembers besides its sums: the last step's value and how it was reset."""
-    cache = item._forward_cache
-    return {
-        "forward": cache.detach().clone() if isinstance(cache, Tensor) else None,
-        "has_reset": item.has_reset,
-        "update_count": item.update_count,
-    }
-
-
-def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
-    """Put back what `result_cache` gave."""
-    item._forward_cache = state["forward"]
-    item.has_reset = state["has_reset"]
-    item._update_count = state["update_count"]
-    item._computed = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.capture import Capture, RunState, named_callbacks
@@ -26,6 +27,7 @@ from lightning_faulttolerant.trainer.position import (
     Position,
     position_of,
 )
+from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 
 MODULE = "module"
 _PLACES = {
@@ -112,7 +114,7 @@ class HookSaves:
         if not capture.is_current(self._trainer):
             self.wants_captures = True
             inexact.append(f"parameters have moved since {capture.position}, the last state before {hook or 'it'}")
-        if compat.overrides_save_hook(self._trainer):
+        if overrides_save_hook(self._trainer):
             inexact.append(f"what on_save_checkpoint gives is of {hook or 'the call'}, the rest of {capture.position}")
         kept = capture.position
         position = Position(**{**kept.state_dict(), "hook": hook or "a call"})
@@ -124,7 +126,7 @@ class HookSaves:
         named = named_callbacks(compat.callbacks(self._trainer))
         order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
         if hook == "on_train_epoch_end":  # here Lightning calls those that watch a metric behind the module
-            order.sort(key=lambda item: compat.watches_metrics(item[1]))
+            order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         behind, lost = [], []
         for name, owner in order[own + 1 :]:
@@ -168,3 +170,8 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
         for name, function in list(getattr(kind, "__dict__", {}).items())
         if isinstance(function, types.FunctionType) and not _is_lightnings(function) and not _is_ours(function)
     )
+
+
+def _watches_metrics(callback: Any) -> bool:
+    """Return whether Lightning calls this callback's ``on_train_epoch_end`` behind the module's."""
+    return isinstance(callback, (EarlyStopping, Checkpoint))

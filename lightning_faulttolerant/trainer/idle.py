@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
-from lightning_faulttolerant.trainer.compat import Patches
+from lightning_faulttolerant.trainer.patches import Patches
 
 PER_BATCH_HOOKS = (
     "on_train_batch_start",

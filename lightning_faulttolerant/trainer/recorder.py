@@ -26,6 +26,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 from lightning_faulttolerant.trainer.capture import named_callbacks
+from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 
 
 class Recorder(Callback):
@@ -52,11 +53,11 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the contents of a batch, and the metrics that the trainer shows before it."""
         self._tell_resume(trainer)
-fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
+        fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
         place = compat.num_completed(trainer) if fetches else batch_idx
         content = None if fetches else digest(batch)
         # Not by `trainer.callback_metrics`, which computes and changes what it shows.
-        shown = digest(compat.logger_connector_state(trainer)["metrics"])
+        shown = digest(logger_connector_state(trainer)["metrics"])
         self.write("batch", epoch=trainer.current_epoch, batch=place, content=content, shown=shown)
 
     def on_train_batch_end(
@@ -209,7 +210,7 @@ def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -
         "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
         "metric states": metrics_state(module),
         "flags": flags_state(module),
-        "shown": compat.logger_connector_state(trainer)["metrics"],
+        "shown": logger_connector_state(trainer)["metrics"],
         "trainer": [trainer.max_epochs, trainer.should_stop, trainer.accumulate_grad_batches, trainer.global_step],
     }
     recorder.write(

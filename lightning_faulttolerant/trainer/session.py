@@ -22,6 +22,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
@@ -54,7 +55,7 @@ class Session:
         self._loaders = Loaders(trainer, strict=options.strict)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
-        self._patches = compat.Patches()
+        self._patches = Patches()
         self._choice: Choice | None = None
         self._resume: Resume | None = None
         self._boundary: Boundary | None = None

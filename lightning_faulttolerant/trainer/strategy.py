@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.errors import NotExactError
@@ -110,7 +113,7 @@ class Loaders:
             if stage == TRAIN or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        tracker = TrackedLoader(loader, default_worker_init=compat.default_worker_init(self._trainer))
+        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer))
         tracker.index_side.strict = self._strict
         tracker.is_followed = lambda: self.is_trainers
         tracker.index_side.not_exact = self.not_exact
@@ -240,3 +243,13 @@ class Loaders:
         self.trackers.clear()
         self.untracked.clear()
         self._originals.clear()
+
+
+def _default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
+    """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
+
+    Lightning sets it after ``process_dataloader``, and only where there is none: ours is there by then.
+    """
+    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
+        return None
+    return partial(pl_worker_init_function, rank=trainer.global_rank)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from lightning_faulttolerant.trainer.compat import WEIGHT_AVERAGING
+from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
 from lightning_faulttolerant.trainer.recorder import Recorder, digest
 from tests.processes import run
 from tests.runs import Net, RaiseAt, assert_exact, fit_net

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,9 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.compat import SEAMS, Patches
+from lightning_faulttolerant.trainer.compat import SEAMS
+from lightning_faulttolerant.trainer.patches import Patches
+from tests.contract import missing, private_names
 from tests.runs import fit_net
 
 
@@ -25,27 +25,17 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return fit_net([], directory, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
 
 
-def missing(trainer: Any, path: str) -> str | None:
-    """Return what breaks without the name at `path`, or ``None`` if it is there."""
-    value = trainer
-    for name in path.split(".")[1:]:
-        if not hasattr(value, name):
-            return f"This Lightning has no {path} (at {name!r}): {SEAMS[path]} would break."
-        value = getattr(value, name)
-    return None
-
-
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
     """The name is there behind a fit; if a new Lightning drops it, the failure says which feature breaks."""
-    found = missing(trainer, path)
+    found = missing(trainer, path, SEAMS)
     assert found is None, found
 
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_failure_names_the_feature(path: str) -> None:
     """On an object that has none of them each check fails, and says what breaks."""
-    message = missing(object(), path)
+    message = missing(object(), path, SEAMS)
     assert message is not None
     assert path in message
     assert SEAMS[path] in message
@@ -64,6 +54,7 @@ OTHER_NAMES = {
     "_module_mode": "trainer.fit_loop.epoch_loop.val_loop",
     "_on_evaluation_end": "trainer.fit_loop.epoch_loop.val_loop",
     "_on_evaluation_model_train": "trainer.fit_loop.epoch_loop.val_loop",
+    "_first_loop_iter": "trainer._logger_connector",
 }
 
 
@@ -78,21 +69,13 @@ def test_each_further_name_on_the_trainer_exists(name: str, trainer: Trainer) ->
 
 def test_no_name_escapes_the_contract() -> None:
     """Each private name that the source of compat touches is checked by some test of this file."""
-    tree = ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))
-    touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("_")}
-    touched = {name for name in touched if not name.startswith("__")}
-    strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    hooks = {text for text in strings if text.startswith("_") and text.isidentifier()}
-    checked = {part for path in SEAMS for part in path.split(".")} | OTHER_NAMES.keys() | ELSEWHERE | {"_undo"}
-    assert (touched | hooks) - checked == set()
+    paths = (*SEAMS, *OTHER_NAMES.values())
+    checked = {part for path in paths for part in path.split(".")} | OTHER_NAMES.keys() | ELSEWHERE
+    assert private_names(compat) - checked == set()
 
 
-# On results, metrics and callbacks rather than on the trainer: checked in the test below.
+# On fetchers and callbacks rather than on the trainer: checked in the test below.
 ELSEWHERE = {
-    "_forward_cache",
-    "_update_count",
-    "_computed",
-    "_sync",
     "_find_last_checkpoints",
     "_early_exit",
     "_current_fx_name",
@@ -105,12 +88,7 @@ ELSEWHERE = {
 
 
 def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
-    """Names on logged values, finders, ModelCheckpoint and the module exist in the installed Lightning."""
-    items = [item for found in compat.result_collections(trainer).values() for item in found.values()]
-    assert items
-    for name in ("_forward_cache", "_update_count", "_computed", "has_reset", "update_count", "is_tensor"):
-        assert hasattr(items[0], name), f"Logged values have no {name}: results of an epoch would be lost."
-    assert hasattr(items[0].meta, "_sync")
+    """Names on finders, ModelCheckpoint and the module exist in the installed Lightning."""
     assert hasattr(ModelCheckpoint, "_find_last_checkpoints"), 'ckpt_path="last" would not be told from a file.'
     for finder in (BatchSizeFinder(), LearningRateFinder()):
         assert hasattr(finder, "_early_exit"), "a Tuner's fits would be taken for trainings."
@@ -121,55 +99,6 @@ def test_names_beside_the_trainer_exist(trainer: Trainer) -> None:
     assert hasattr(_DataLoaderIterDataFetcher(), "_batch_idx"), "a step that fetches would count from 0."
     for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
         assert "hook_name" in getattr(call, name).__code__.co_varnames, "a hook that saves would not be known."
-
-
-class Owner:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def act(self) -> str:
-        return "original"
-
-
-def around(name: str) -> Any:
-    """Return a wrapper that adds `name` to what the original gives."""
-    return lambda original: lambda: f"{name}({original()})"
-
-
-def test_patches_are_on_the_object_only_and_leave_nothing() -> None:
-    """A replacement is seen on that object alone; undone, nothing of it is left in its variables."""
-    owner, other = Owner(), Owner()
-    before = dict(vars(owner))
-    patches = Patches()
-    patches.wrap(owner, "act", around("a"))
-    patches.wrap(owner, "act", around("b"))
-    assert (owner.act(), other.act()) == ("b(a(original))", "original")
-    patches.undo()
-    assert vars(owner) == before
-    assert owner.act() == "original"
-    assert vars(Owner)["act"](owner) == "original"
-
-
-def test_patch_over_somebody_elses_gives_theirs_back() -> None:
-    """Where the object had a replacement of somebody else's already, that one is there again."""
-    owner = Owner()
-    theirs = around("theirs")(owner.act)
-    owner.act = theirs  # type: ignore[method-assign]
-    patches = Patches()
-    patches.wrap(owner, "act", around("ours"))
-    assert owner.act() == "ours(theirs(original))"
-    patches.undo()
-    assert vars(owner)["act"] is theirs
-
-
-def test_undo_twice_is_harmless() -> None:
-    """A second undo changes nothing; what was put there in between stays."""
-    owner, patches = Owner(), Patches()
-    patches.wrap(owner, "act", around("a"))
-    patches.undo()
-    owner.act = lambda: "since"  # type: ignore[method-assign]
-    patches.undo()
-    assert owner.act() == "since"
 
 
 def test_patches_on_a_real_trainer_leave_nothing(trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
-"""Every private name of Lightning's callbacks that the adapters touch, checked on 2.5.6 to 2.6.6.
+"""Every private name of Lightning's callbacks that their adapters touch, checked on 2.5.6 to 2.6.6.
 
-`KEPT` lists them for the contract test, by the callback's class, with what breaks without each.
+`SEAMS` lists them for the contract test, with what breaks without each.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ from torch import nn
 
 from lightning_faulttolerant.trainer.compat import callbacks
 
-KEPT = {
-    "WeightAveraging": {
-        "_average_model": "captures would be saved with averages of another moment",
-    },
-    "StochasticWeightAveraging": {
-        "_initialized": "its scheduler would not be made again",
-        "_latest_update_epoch": "the weights of an epoch would be averaged twice",
-        "_max_epochs": "its last epochs would be others",
-        "_accumulate_grad_batches": "the epoch that updates batch norm would leave its accumulation factor behind",
-    },
+SEAMS = {
+    "WeightAveraging._average_model": "captures: they would be saved with averages of another moment",
+    "StochasticWeightAveraging._initialized": "the scheduler that it swaps in",
+    "StochasticWeightAveraging._latest_update_epoch": "weights that are averaged once an epoch",
+    "StochasticWeightAveraging._max_epochs": "the number of its epochs",
+    "StochasticWeightAveraging._accumulate_grad_batches": "accumulation behind the epoch that updates batch norm",
+    "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
 }
-# Those of the fit loop that it writes to.
-FIT_LOOP = {"_skip_backward": "the epoch that updates batch norm would train"}
 
 # Empty in Lightning 2.5, which has none.
 WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
@@ -64,5 +59,3 @@ def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) 
     callback._max_epochs = end if end == -1 else max(end, epoch + 1)
     callback.on_train_epoch_start(trainer, trainer.lightning_module)
     callback._latest_update_epoch, callback._max_epochs = latest, end
-
-

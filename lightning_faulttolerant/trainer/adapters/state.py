@@ -12,7 +12,14 @@ from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAve
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
-from lightning_faulttolerant.trainer.adapters import compat
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.compat import (
+    WEIGHT_AVERAGING,
+    averaged_models,
+    averaging_state,
+    load_averaging,
+    swap_scheduler_again,
+)
 
 
 class Adapter(Protocol):
@@ -49,19 +56,19 @@ class _Averaging:
     """
 
     def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
-        return compat.averaging_state(trainer, callback)
+        return averaging_state(trainer, callback)
 
     def load_state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
         module, [optimizer] = trainer.lightning_module, trainer.optimizers
         buffers, groups = buffers_state(module), [dict(group) for group in optimizer.param_groups]
         if state["initialized"]:
-            compat.swap_scheduler_again(trainer, callback)
+            swap_scheduler_again(trainer, callback)
         if state["updates_batch_norm"]:
             callback.on_train_epoch_start(trainer, module)
         for group, restored in zip(optimizer.param_groups, groups, strict=True):
             group.update(restored)
         load_buffers(module, buffers)
-        compat.load_averaging(trainer, callback, state)
+        load_averaging(trainer, callback, state)
 
 
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
@@ -91,13 +98,13 @@ def load_callbacks(trainer: Trainer, callbacks: Mapping[str, Callback], state: M
 
 def averaged_tensors(trainer: Trainer) -> list[Tensor]:
     """Return the tensors that callbacks write into a checkpoint as they are when it is written."""
-    models = compat.averaged_models(trainer)
+    models = averaged_models(trainer)
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
 
 def ends_with_averages(trainer: Trainer) -> bool:
     """Return whether a callback puts averaged weights in place of the trained ones at the end of the fit."""
-    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *compat.WEIGHT_AVERAGING)
+    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
     return any(isinstance(callback, kinds) for callback in compat.callbacks(trainer))
 
 
@@ -106,7 +113,7 @@ def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
     """Undo for a while the swap of weights that WeightAveraging makes for a validation run."""
     module = trainer.lightning_module
     # Lightning's own methods, not what a subclass makes of them: they swap, and do nothing else.
-    swapping = [(k, c) for k in compat.WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
+    swapping = [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
     for kind, callback in swapping:
         kind.on_validation_epoch_end(callback, trainer, module)
     try:

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.metrics import named_metrics
-from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.logged import compat
 
 _SUMS = ("value", "cumulated_batch_size")
 

@@ -1,0 +1,1 @@
+"""Values that were logged, and what Lightning keeps of them."""

@@ -1,0 +1,92 @@
+"""The private names of Lightning's logged values that this package touches, checked on 2.5.6 to 2.6.6."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
+from torch import Tensor
+
+SEAMS = {
+    "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
+    "trainer._logger_connector._first_loop_iter": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._current_fx": "means logged over an epoch, right after a resume",
+    "trainer._logger_connector._callback_metrics": "EarlyStopping and ModelCheckpoint, right after a resume",
+    "trainer._logger_connector._logged_metrics": "trainer.logged_metrics, right after a resume",
+    "trainer._logger_connector._progress_bar_metrics": "the progress bar, right after a resume",
+}
+
+_CONNECTOR = {"callback": "_callback_metrics", "logged": "_logged_metrics", "progress_bar": "_progress_bar_metrics"}
+
+
+def logger_connector_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what the logger connector keeps between batches."""
+    connector = trainer._logger_connector
+    metrics = {name: _copied(getattr(connector, attribute)) for name, attribute in _CONNECTOR.items()}
+    return {"metrics": metrics, "first_loop_iter": connector._first_loop_iter, "current_fx": connector._current_fx}
+
+
+def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Put back what `logger_connector_state` gave."""
+    connector = trainer._logger_connector
+    for name, attribute in _CONNECTOR.items():
+        setattr(connector, attribute, _copied(state["metrics"][name]))
+    connector._first_loop_iter = state["first_loop_iter"]
+    connector._current_fx = state["current_fx"]
+
+
+def _copied(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+
+
+def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
+    """Return the collections of logged values of training and validation."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {"train": epoch_loop._results, "validation": epoch_loop.val_loop._results}
+
+
+def metadata_state(item: _ResultMetric) -> dict[str, Any]:
+    """Return with which arguments a value was logged, as plain values."""
+    fields = (f.name for f in dataclasses.fields(item.meta) if f.name not in ("reduce_fx", "_sync"))
+    sync = item.meta.sync
+    return {
+        "fields": {name: getattr(item.meta, name) for name in fields},
+        "reduce_fx": item.meta.reduce_fx.__name__,
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only},
+        "is_tensor": item.is_tensor,
+    }
+
+
+def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
+    """Return a logged value with the arguments of `metadata_state`, and no value yet."""
+    meta = _Metadata(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
+    sync = state["sync"]
+    meta.sync = _Sync(fn=trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"])
+    return _ResultMetric(meta, state["is_tensor"])
+
+
+def result_cache(item: _ResultMetric) -> dict[str, Any]:
+    """Return what a logged value remembers besides its sums: the last step's value and how it was reset."""
+    cache = item._forward_cache
+    return {
+        "forward": cache.detach().clone() if isinstance(cache, Tensor) else None,
+        "has_reset": item.has_reset,
+        "update_count": item.update_count,
+    }
+
+
+def load_result_cache(item: _ResultMetric, state: Mapping[str, Any]) -> None:
+    """Put back what `result_cache` gave."""
+    item._forward_cache = state["forward"]
+    item.has_reset = state["has_reset"]
+    item._update_count = state["update_count"]
+    item._computed = None

@@ -1,0 +1,44 @@
+"""The contract with Lightning's logged values: each private name that is touched exists in the installed version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.logged import compat
+from lightning_faulttolerant.trainer.logged.compat import SEAMS
+from tests.contract import missing, private_names
+from tests.runs import fit_net
+
+ON_VALUES = {"_forward_cache", "_update_count", "_computed"}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """Return a real trainer behind a short fit with validation."""
+    directory: Path = tmp_path_factory.mktemp("logged")
+    return fit_net([], directory, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
+
+
+@pytest.mark.parametrize("path", SEAMS)
+def test_each_seam_exists(path: str, trainer: Trainer) -> None:
+    """The name is there behind a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    found = missing(trainer, path, SEAMS)
+    assert found is None, found
+
+
+def test_names_on_values_exist(trainer: Trainer) -> None:
+    """Names on logged values exist in the installed Lightning."""
+    items = [item for found in compat.result_collections(trainer).values() for item in found.values()]
+    assert items
+    for name in (*ON_VALUES, "has_reset", "update_count", "is_tensor"):
+        assert hasattr(items[0], name), f"Logged values have no {name}: results of an epoch would be lost."
+    assert hasattr(items[0].meta, "_sync")
+
+
+def test_no_name_escapes_the_contract() -> None:
+    """Each private name that the source touches is checked by some test of this file."""
+    checked = {part for path in SEAMS for part in path.split(".")} | ON_VALUES | {"_sync", "_should"}
+    assert private_names(compat) - checked == set()
