@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_faulttolerant.testing import KillAt
+from tests.hook_saves import assert_goes_on_from, saver
 from tests.runs import Net, RaiseAt, assert_exact
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning 2.5 has none")
@@ -100,3 +101,21 @@ def test_extra_state_beside_an_exponential_average() -> None:
     fault = KillAt(7, hook="validation", signum=signal.SIGTERM)
     [cost] = assert_exact(ema(), fault, module=Counting, options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (143, 0, 8)
+
+
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize(
+    ("hook", "at"), [("on_train_batch_end", 12), ("on_train_epoch_end", 0), ("on_validation_end", 1)]
+)
+def test_saved_beside_an_exponential_average(hook: str, at: int, in_front: bool) -> None:
+    """A checkpoint that somebody saves in a hook, in front of the average's or behind it, goes on exactly."""
+    users = ema(update_starting_at_epoch=0)
+    both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
+    assert_goes_on_from(hook, users=both, max_epochs=3)
+
+
+def test_saved_with_swapped_weights_is_refused() -> None:
+    """A checkpoint from inside a validation run holds swapped weights: it is refused as a state to go on from."""
+    hook = "on_validation_batch_end"
+    with pytest.raises(AssertionError, match=r"NotExactError.*can't be resumed exactly.*parameters have moved"):
+        assert_goes_on_from(hook, users=lambda: [*ema()(), saver(hook, 1)])
