@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
@@ -64,8 +65,10 @@ def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def module_fingerprint(module: LightningModule) -> dict[str, Any]:
-    """Return names and shapes of the parameters."""
-    parameters = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
+    """Return names and shapes of the parameters, as they are before any is pruned."""
+    buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
+    found = without_masks({**dict(module.named_parameters()), **buffers})
+    parameters = {name: list(value.shape) for name, value in found.items() if value is not None}
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 

@@ -14,7 +14,8 @@ from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
-from lightning_faulttolerant.trainer.adapters.state import ends_with_averages
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
@@ -107,6 +108,8 @@ class Resume:
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
             self._callback_states = checkpoint["callbacks"]
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
         if "loops" in checkpoint:
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
@@ -168,16 +171,14 @@ class Resume:
         """Make sure that a finished fit that is to train more can.
 
         Raises:
-            NotExactError: If `strict`, and it ended inside an epoch, or with averaged weights.
+            NotExactError: If `strict`, and it ended inside an epoch, or a callback closed it for good.
         """
         # Setting the data up has begun an epoch already, before the state was back: it begins once more.
         self._loaders.resume_from(self._state.get("loaders", {}))
         position = self.position
-        if ends_with_averages(self._trainer):
-            self._fails(
-                f"{self._path} is of a fit that ended with averaged weights in place of the trained ones, so it can't"
-                " be trained any further"
-            )
+        ended = why_ended(self._trainer)
+        if ended is not None:
+            self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
         if position is not None and 0 < position.batch < self._trainer.num_training_batches:
             self._fails(
                 f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."

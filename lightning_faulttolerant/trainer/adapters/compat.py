@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from lightning_faulttolerant.trainer.compat import callbacks
@@ -21,6 +21,9 @@ SEAMS = {
     "StochasticWeightAveraging._latest_update_epoch": "weights that are averaged once an epoch",
     "StochasticWeightAveraging._max_epochs": "the number of its epochs",
     "StochasticWeightAveraging._accumulate_grad_batches": "accumulation behind the epoch that updates batch norm",
+    "ModelPruning._parameters_to_prune": "masks of pruned weights",
+    "ModelPruning._original_layers": "the first weights, to which pruning goes back",
+    "ModelPruning._make_pruning_permanent": "the refusal to train a pruned run further",
     "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
 }
 
@@ -59,3 +62,19 @@ def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) 
     callback._max_epochs = end if end == -1 else max(end, epoch + 1)
     callback.on_train_epoch_start(trainer, trainer.lightning_module)
     callback._latest_update_epoch, callback._max_epochs = latest, end
+
+
+def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
+    """Return the parameters that a ModelPruning prunes, each as its module and its name there."""
+    return list(callback._parameters_to_prune)
+
+
+def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
+    """Return what a ModelPruning goes back to, by the place in `pruned_parameters`; it may keep none."""
+    layers = (callback._original_layers or {}).values()
+    return {number: getattr(layer["data"], name) for layer in layers for number, name in layer["names"]}
+
+
+def removes_masks(callback: ModelPruning) -> bool:
+    """Return whether a ModelPruning leaves no masks behind the fit."""
+    return callback._make_pruning_permanent

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging
 from torch import Tensor
 
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
@@ -18,8 +18,10 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     averaged_models,
     averaging_state,
     load_averaging,
+    removes_masks,
     swap_scheduler_again,
 )
+from lightning_faulttolerant.trainer.adapters.pruning import Pruning
 
 
 class Adapter(Protocol):
@@ -74,6 +76,7 @@ class _Averaging:
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
     (LearningRateMonitor, _LearningRates()),
     (StochasticWeightAveraging, _Averaging()),
+    (ModelPruning, Pruning()),
 ]
 
 
@@ -102,10 +105,15 @@ def averaged_tensors(trainer: Trainer) -> list[Tensor]:
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
 
-def ends_with_averages(trainer: Trainer) -> bool:
-    """Return whether a callback puts averaged weights in place of the trained ones at the end of the fit."""
+def why_ended(trainer: Trainer) -> str | None:
+    """Return what a callback does at the end of a fit, so that it can't be trained any further; else ``None``."""
     kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
-    return any(isinstance(callback, kinds) for callback in compat.callbacks(trainer))
+    for callback in compat.callbacks(trainer):
+        if isinstance(callback, kinds):
+            return "ended with averaged weights in place of the trained ones"
+        if isinstance(callback, ModelPruning) and removes_masks(callback):
+            return "ended with the masks of its pruned weights removed"
+    return None
 
 
 @contextmanager
