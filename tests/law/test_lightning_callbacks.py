@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
+from torchmetrics import RunningMean
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
@@ -359,6 +360,24 @@ for counted in (
 def test_callback_whose_state_changes_in_every_hook(fault: Any) -> None:
     """Each hook is counted once for each time that it would have run in an uninterrupted run."""
     assert_exact(lambda: [CountsHooks()], fault, val_check_interval=4, options={**ALWAYS, **EVERY_STEP})
+
+
+class Follows(Callback):
+    """Holds a metric, and writes what it computes into the weights."""
+
+    def __init__(self) -> None:
+        self.recent = RunningMean(4)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.recent.update(outputs["loss"])
+        with torch.no_grad():
+            next(pl_module.parameters()).add_(self.recent.compute(), alpha=0.01)
+
+
+@pytest.mark.parametrize("kill", [3, 13])
+def test_metric_that_a_callback_holds(kill: int) -> None:
+    """A metric in an attribute of a callback goes on like those of the module."""
+    assert_exact(lambda: [Follows()], KillAt(kill))
 
 
 def test_lambda_callback() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.law.test_lightning_callbacks import PlainNet
-from tests.runs import RaiseAt, assert_exact
+from tests.processes import run
+from tests.runs import RaiseAt, assert_exact, fit_net
 
 ALWAYS = {"overhead_budget": 1.0}
 
@@ -69,3 +74,16 @@ def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
     """A checkpoint that somebody saves in front of a pruning, or behind it, goes on exactly."""
     both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
+
+
+def test_pruned_run_whose_masks_are_gone_does_not_grow(tmp_path: Path) -> None:
+    """More epochs behind a fit that has removed its masks are refused."""
+
+    def main(max_epochs: int) -> None:
+        fit_net([*pruning(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(lambda: main(2)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(3))
+    assert ended.exit_code == 1
+    assert "ended with the masks of its pruned weights removed" in ended.output

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
 
+from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import (
@@ -30,8 +33,8 @@ class Adapter(Protocol):
     def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
         """Return a copy of it as plain values."""
 
-    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> None:
-        """Put it back, in the middle of an epoch or behind the end of the fit."""
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
+        """Put it back, in the middle of an epoch or behind the end of the fit; return what has nothing to go to."""
 
 
 class _LearningRates:
@@ -73,7 +76,27 @@ class _Averaging:
         load_averaging(trainer, callback, state)
 
 
+class _Metrics:
+    """Metrics in attributes of any callback: they go on like those of the module."""
+
+    def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, Any]:
+        return {name: metrics_state(metric) for name, metric in _held_metrics(callback).items()}
+
+    def load_state_dict(self, trainer: Trainer, callback: Callback, state: Mapping[str, Any]) -> list[str]:
+        held = _held_metrics(callback)
+        missing = sorted(state.keys() - held.keys())
+        for name in state.keys() & held.keys():
+            missing += [f"{name}.{value}" for value in load_metrics(held[name], state[name])]
+        return missing
+
+
+def _held_metrics(callback: Callback) -> dict[str, nn.Module]:
+    kinds = (Metric, MetricCollection, MetricTracker)
+    return {name: value for name, value in vars(callback).items() if isinstance(value, kinds)}
+
+
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
+    (Callback, _Metrics()),
     (LearningRateMonitor, _LearningRates()),
     (StochasticWeightAveraging, _Averaging()),
     (ModelPruning, Pruning()),
@@ -81,22 +104,28 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
 
 
 def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return a copy of what `callbacks` keep and don't save, by their names."""
-    return {
-        name: adapter.state_dict(trainer, callback)
+    """Return a copy of what `callbacks` keep and don't save, by their names and the kinds of callback they are."""
+    found = {
+        name: {kind.__name__: adapter.state_dict(trainer, callback) for kind, adapter in _adapters(callback)}
         for name, callback in callbacks.items()
-        for kind, adapter in _ADAPTERS
-        if isinstance(callback, kind)
     }
+    kept = {name: {kind: state for kind, state in states.items() if state} for name, states in found.items()}
+    return {name: states for name, states in kept.items() if states}
 
 
 def load_callbacks(trainer: Trainer, callbacks: Mapping[str, Callback], state: Mapping[str, Any]) -> list[str]:
-    """Put it back; return the names of callbacks that are not there any more."""
-    for kind, adapter in _ADAPTERS:
-        for name, callback in callbacks.items():
-            if name in state and isinstance(callback, kind):
-                adapter.load_state_dict(trainer, callback, state[name])
-    return sorted(state.keys() - callbacks.keys())
+    """Put it back; return the names of what has nothing to go to."""
+    missing = sorted(state.keys() - callbacks.keys())
+    for name, callback in callbacks.items():
+        for kind, adapter in _adapters(callback):
+            if kind.__name__ in state.get(name, {}):
+                lost = adapter.load_state_dict(trainer, callback, state[name][kind.__name__])
+                missing += [f"{name}.{what}" for what in lost or ()]
+    return missing
+
+
+def _adapters(callback: Callback) -> list[tuple[type[Callback], Adapter]]:
+    return [(kind, adapter) for kind, adapter in _ADAPTERS if isinstance(callback, kind)]
 
 
 def averaged_tensors(trainer: Trainer) -> list[Tensor]:
