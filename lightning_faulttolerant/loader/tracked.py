@@ -16,14 +16,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import default_sigchld
-from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -31,38 +34,6 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
-
-
-def needs_no_position(loader: object) -> bool:
-    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
-
-    So it is where every run begins anew, in this process or in workers made for it.
-    """
-    if not isinstance(loader, DataLoader):
-        return True
-    keeps_workers = loader.persistent_workers or getattr(loader, "_iterator", None) is not None
-    return not keeps_workers and getattr(loader, "in_order", True)
-
-
-def why_not_exact(loader: object) -> str | None:
-    """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if isinstance(loader.dataset, IterDataPipe):
-        return "its data set is a data pipe, which is not supported"
-    if hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
-    if not getattr(loader, "in_order", True):
-        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
-        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
-    return None
-
-
-def _is_of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
-
-
 _TRACKER = "fault_tolerance_tracker"
 
 
@@ -99,9 +70,17 @@ class TrackedLoader:
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
         default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
+        seeds: Seed each sample of a map-style data set from these; without them the workers' states are captured.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, default_worker_init: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        default_worker_init: Callable[[int], None] | None = None,
+        seeds: SampleSeeds | None = None,
+    ) -> None:
+        self._seeded = None if seeds is None else SeededSamples(loader, seeds)
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
@@ -128,6 +107,8 @@ class TrackedLoader:
             window=0 if is_iterable else self._in_flight + self.num_workers + 2,
             has_workers=self.num_workers > 0,
             is_endless=is_iterable,
+            seeds=seeds,
+            is_batched=loader.batch_sampler is not None,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
         self._start_position: Position | None = None
@@ -143,8 +124,10 @@ class TrackedLoader:
                 default_init=default_worker_init,
                 iterable=self.iterable,
                 leaves_rest=loader.batch_size is not None and not loader.drop_last,
+                per_sample=None if self._seeded is None else self._seeded.dataset,
             )
-            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
+            slack = _SLACK_BYTES * (4 if is_iterable else 1)
+            self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
         self._loader: weakref.ref[DataLoader[Any]] | None = None
 
     @property
@@ -199,12 +182,18 @@ class TrackedLoader:
         self._is_asked = self._is_taken = False
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
-        batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
+        started = self._started()
+        batches = CountedBatches(self._made(make_iterator), started, before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
             self.index_side.restore(before)
         return batches
+
+    def _made(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if self._seeded is None:
+            return make_iterator()
+        return self._seeded.make(self.loader, self.index_side, make_iterator)
 
     def _started(self) -> Iteration:
         record = self.index_side.record
@@ -225,7 +214,7 @@ class TrackedLoader:
             # There is one set of workers: torch takes them away from whoever iterates.
             self._is_taken = True
             self._begin(None, None)
-            return make_iterator()
+            return self._made(make_iterator)
         with self.index_side.aside():
             if self._worker_side is None:
                 return make_iterator()
@@ -247,6 +236,8 @@ class TrackedLoader:
                 record = self.iterable.begin(position)
                 record.num_batches = 0 if plan is None else plan.position
         self.index_side.begin(plan, new_workers=not self._has_living_workers)
+        if self._seeded is not None:
+            self._seeded.begin(self.index_side, plan, is_counted=not self._is_taken)
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
         assert self._worker_side is not None
@@ -295,6 +286,8 @@ class TrackedLoader:
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
         record = iteration.record
+        if self._seeded is not None:
+            return self._seeded.state_dict(record, consumed)
         counts, drop = None, 0
         if self.num_workers and self.iterable is not None:
             assert iteration.ring is not None
@@ -313,6 +306,8 @@ class TrackedLoader:
         return state
 
     def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
+        if self._seeded is not None:
+            return self._seeded.state_dict()
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
             workers = _worker_states(iteration, self._fetched())
@@ -325,6 +320,8 @@ class TrackedLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
+        if self._seeded is not None:
+            self._seeded.load_state_dict(state_dict)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         if self.iterable is not None:
@@ -336,6 +333,9 @@ class TrackedLoader:
             self._forget_iterator()
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
+            return
+        if self._seeded is not None:
+            self._plan = (self._seeded.plan(record, consumed), None, 0)
             return
         drop = state_dict["drop"]
         plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)

@@ -52,13 +52,16 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what a loader's batches depend on."""
+def loader_fingerprint(loader: DataLoader[Any], *, is_per_sample: bool = False) -> dict[str, Any]:
+    """Return what a loader's batches depend on: not on its workers, where each sample is seeded."""
+    workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
+    if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
+        is_per_sample = False
+        workers = {f"{name} of an iterable data set": value for name, value in workers.items()}
     return {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
-        "num_workers": loader.num_workers,
-        "persistent_workers": loader.persistent_workers,
+        **({"worker_rng": "per_sample"} if is_per_sample else workers),
         "sampler": _sampler_name(loader),
         "dataset": _dataset(loader.dataset),
     }

@@ -1,0 +1,56 @@
+"""Loaders whose position the user's own objects keep, by ``state_dict`` of the loader, its data set or its samplers.
+
+Nothing is wrapped or replayed here: what these objects say is taken, and given back to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+_PARTS = ("dataset", "sampler", "batch_sampler")
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether an object can give its state and take it back."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class OwnState:
+    """The objects of one loader that keep a state of their own.
+
+    Args:
+        loader: Any iterable; a torch ``DataLoader`` may keep its state in its data set and its samplers too.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        parts = {"loader": loader} if is_stateful(loader) else {}
+        if not parts and isinstance(loader, DataLoader):
+            parts = {name: getattr(loader, name, None) for name in _PARTS}
+        self._parts = {name: part for name, part in parts.items() if is_stateful(part)}
+
+    def why_not_exact(self) -> str | None:
+        """Return why the loader's position can't be told by its own objects, or ``None`` if it can."""
+        if not self._parts:
+            return "neither it nor its data set, sampler or batch sampler has state_dict and load_state_dict"
+        workers = getattr(self._loader, "num_workers", 0)
+        if workers and "loader" not in self._parts:
+            return (
+                f"its {workers} workers have copies of the {' and the '.join(self._parts)}, and run ahead: the state in"
+                " this process is not that of the batches that were trained"
+            )
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of each object's state, by the object's name: ``loader``, or ``dataset``, ``sampler``, ..."""
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the states back; the next iteration goes on from there, as far as the objects keep their word."""
+        for name, part in self._parts.items():
+            if name in state:
+                part.load_state_dict(copy.deepcopy(state[name]))
