@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 
 from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver
-from tests.law.test_lightning_callbacks import Backbone, NormNet, PlainNet, Unfreezing, swa
+from tests.law.test_lightning_callbacks import Backbone, Unfreezing
+from tests.law.test_stochastic_weight_averaging import NormNet, PlainNet, swa
 from tests.runs import Net
 
 Users = Callable[[], list[Callback]]

@@ -25,6 +25,7 @@ from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker,
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.hook_saves import assert_goes_on_from, saver
 from tests.processes import run
 from tests.runs import Net, NoisyDataset, RaiseAt, assert_exact, fit_net
 
@@ -197,8 +198,7 @@ def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize("kill", [2, 5, 8])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("kill", "signum"), [(2, signal.SIGKILL), (5, signal.SIGTERM), (8, signal.SIGTERM)])
 def test_every_metric_cut_between_validation_batches(signum: int, kill: int) -> None:
     """Killed or stopped inside the first or the second validation run of an epoch, it is run whole."""
     fault = SecondValidationBatch(kill, hook="validation", signum=signum)
@@ -215,18 +215,32 @@ class SecondValidationBatch(KillAt):
             super().on_validation_batch_start(trainer)
 
 
-@pytest.mark.parametrize("kill", [4, 9])
-def test_logging_under_accumulation(kill: int) -> None:
+def test_logging_under_accumulation() -> None:
     """With accumulated gradients, values are given to loggers at the steps at which they would have been."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_every_metric(callbacks, directory, accumulate_grad_batches=2, log_every_n_steps=2)
 
-    [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=ALWAYS)
-    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+    [cost] = assert_resumes_exactly(fit, [KillAt(9)], options=ALWAYS)
+    assert (cost.epoch, cost.batch) == divmod(9, NUM_BATCHES)
 
 
-@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end", "on_train_epoch_start"])
+@pytest.mark.parametrize(
+    ("hook", "at"), [("on_validation_end", 2), ("on_train_batch_end", 4), ("on_train_epoch_end", 0)]
+)
+def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
+    """A checkpoint that somebody saves in a hook holds them too."""
+    assert_goes_on_from(
+        hook,
+        users=lambda: [LogsToo(), saver(hook, at)],
+        module=EveryMetric,
+        validation=lambda: [DataLoader(NoisyDataset(length), batch_size=4) for length in (12, 8)],
+        val_check_interval=4,
+        num_sanity_val_steps=0,
+    )
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_start"])
 def test_metrics_behind_an_exception(hook: str) -> None:
     """A capture that is saved behind an exception has the metrics and the logged values of its moment."""
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from tests.hook_saves import assert_goes_on_from, saver
-from tests.law.test_lightning_callbacks import PlainNet
+from tests.law.test_stochastic_weight_averaging import PlainNet
 from tests.processes import run
 from tests.runs import RaiseAt, assert_exact, fit_net
 
