@@ -225,9 +225,7 @@ def test_logging_under_accumulation() -> None:
     assert (cost.epoch, cost.batch) == divmod(9, NUM_BATCHES)
 
 
-@pytest.mark.parametrize(
-    ("hook", "at"), [("on_validation_end", 2), ("on_train_batch_end", 4), ("on_train_epoch_end", 0)]
-)
+@pytest.mark.parametrize(("hook", "at"), [("on_validation_end", 2), ("on_train_epoch_end", 0)])
 def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
     """A checkpoint that somebody saves in a hook holds them too."""
     assert_goes_on_from(
