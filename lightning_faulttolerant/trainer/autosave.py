@@ -151,7 +151,8 @@ def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]
     checkpoint["callbacks"] = instead["callbacks"]
-    weights = checkpoint["state_dict"]
+    # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
+    weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in weights})
     weights.update(instead["extra"])
     checkpoint["lr_schedulers"] = instead["schedulers"]

@@ -13,7 +13,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
-from lightning_faulttolerant.trainer.adapters import restore_best_models
+from lightning_faulttolerant.state.metrics import grow_trackers
+from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
@@ -97,6 +100,8 @@ class Resume:
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         self._state = unpack_blobs(part["ranks"][0])
+        if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
+            grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
@@ -109,6 +114,8 @@ class Resume:
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
             self._callback_states = checkpoint["callbacks"]
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
         if "loops" in checkpoint:
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
@@ -172,11 +179,14 @@ class Resume:
         """Make sure that a finished fit that is to train more can.
 
         Raises:
-            NotExactError: If `strict`, and it ended inside an epoch.
+            NotExactError: If `strict`, and it ended inside an epoch, or a callback closed it for good.
         """
         # Setting the data up has begun an epoch already, before the state was back: it begins once more.
         self._loaders.resume_from(self._state.get("loaders", {}))
         position = self.position
+        ended = why_ended(self._trainer)
+        if ended is not None:
+            self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
         if position is not None and 0 < position.batch < self._trainer.num_training_batches:
             self._fails(
                 f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."
