@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,81 +17,26 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import default_sigchld
 from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
+from lightning_faulttolerant.loader.own_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 
+_log = logging.getLogger(__name__)
+
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
-
-
-def needs_no_position(loader: object) -> bool:
-    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
-
-    So it is where every run begins anew, in this process or in workers made for it.
-    """
-    if not isinstance(loader, DataLoader):
-        return True
-    keeps_workers = loader.persistent_workers or getattr(loader, "_iterator", None) is not None
-    return not keeps_workers and getattr(loader, "in_order", True)
-
-
-def why_not_exact(loader: object) -> str | None:
-    """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
-    if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a torch DataLoader"
-    if isinstance(loader.dataset, IterDataPipe):
-        return "its data set is a data pipe, which is not supported"
-    if hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
-    if not getattr(loader, "in_order", True):
-        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
-        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
-    return None
-
-
-def _is_of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
-
-
-_TRACKER = "fault_tolerance_tracker"
-
-
-class _Tracked(DataLoader[Any]):
-    """Stands between a user's class and torch's, where ``super().__iter__()`` of the user's class arrives.
-
-    There a new iterator is really made, also when the user's ``__iter__`` is a generator that runs later.
-    """
-
-    def __iter__(self) -> Any:
-        tracker: TrackedLoader = vars(self)[_TRACKER]
-        return tracker.iterate(super().__iter__)
-
-
-class _Asked(DataLoader[Any]):
-    """Stands before a user's class: where its ``__iter__`` is a generator, nothing has begun yet when it is called."""
-
-    def __iter__(self) -> Any:
-        tracker: TrackedLoader = vars(self)[_TRACKER]
-        tracker.ask()
-        return super().__iter__()
-
-
-@functools.cache
-def _tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    bases = (_Tracked,) if user_class is DataLoader else (_Asked, user_class, _Tracked)
-    namespace = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
-    return type(user_class.__name__, bases, namespace)
 
 
 class TrackedLoader:
@@ -136,6 +82,8 @@ class TrackedLoader:
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._worker_side: WorkerSide | None = None
+        self._dataset = None if self.num_workers else stateful_dataset(loader)
+        self._dataset_state: Any = None
         if self.num_workers:
             self._worker_side = WorkerSide(
                 collate_fn=self._collate,
@@ -143,6 +91,7 @@ class TrackedLoader:
                 default_init=default_worker_init,
                 iterable=self.iterable,
                 leaves_rest=loader.batch_size is not None and not loader.drop_last,
+                has_state=stateful_dataset(loader) is not None,
             )
             self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
         self._loader: weakref.ref[DataLoader[Any]] | None = None
@@ -163,18 +112,39 @@ class TrackedLoader:
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
-        tracked.__class__ = _tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
+        tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
         # `DataLoader.__setattr__` refuses a new sampler after construction.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
-        vars(tracked)[_TRACKER] = self
+        vars(tracked)[TRACKER] = self
         if self.iterable is not None:
             vars(tracked)["dataset"] = self.iterable
             tracked.collate_fn = self._collate
         if self._worker_side is not None:
             tracked.collate_fn = self._worker_side.collate
             tracked.worker_init_fn = self._worker_side.init
+        forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
         return tracked
+
+    def refuse_state(self) -> None:
+        """Refuse a state that somebody gives the copy: it would be moved twice.
+
+        Raises:
+            NotExactError: If strict.
+        """
+        message = (
+            f"A state was loaded into {type(self.loader).__name__}, whose place FaultTolerance keeps and restores: it"
+            " would be moved twice. Leave its state_dict and load_state_dict to FaultTolerance."
+        )
+        if self.index_side.strict:
+            raise NotExactError(message)
+        _log.warning(message)
+        self.index_side.not_exact.append(message)
+
+    @property
+    def num_handed_out(self) -> int:
+        """How many index batches of the iteration that is under way were drawn so far."""
+        return self.index_side.record.handed_out
 
     @property
     def _has_living_workers(self) -> bool:
@@ -197,6 +167,9 @@ class TrackedLoader:
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
         self._is_asked = self._is_taken = False
+        if self._dataset is not None and self._dataset_state is not None:
+            self._dataset.load_state_dict(self._dataset_state)
+            self._dataset_state = None
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
@@ -216,6 +189,7 @@ class TrackedLoader:
             num_out=record.first_batch,
             iterable=None if self.iterable is None else self.iterable.record,
             number=self._num_iterations,
+            dataset=self._dataset,
         )
         return self.iteration
 
@@ -306,6 +280,8 @@ class TrackedLoader:
             counts = [before + rounds for before in iteration.fetched_before]
         workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        if self._dataset is not None:
+            state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
             held = iteration.iterable
             position = None if held is None or self.num_workers else held.position_after(consumed)
@@ -318,6 +294,8 @@ class TrackedLoader:
             workers = _worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
         state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        if self._dataset is not None:
+            state["dataset"] = state_of(self._dataset)
         if self.iterable is not None:
             state["workers"] = workers and [{**w, "iterable": between(w["iterable"])} for w in workers]
             state["iterable"] = {"epoch": self.iterable.user_epoch, "position": self.iterable.between()}
@@ -327,6 +305,7 @@ class TrackedLoader:
         """Let the next iteration go on from a position of `state_dict`."""
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])

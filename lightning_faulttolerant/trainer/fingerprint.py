@@ -51,8 +51,10 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return what a loader's batches depend on."""
+def loader_fingerprint(loader: Any) -> dict[str, Any]:
+    """Return what a loader's batches depend on; of one that is no ``DataLoader`` nothing else is known."""
+    if not isinstance(loader, DataLoader):
+        return {"class": type(loader).__qualname__}
     return {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,

@@ -19,7 +19,7 @@ from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
 
 _log = logging.getLogger(__name__)
@@ -67,15 +67,16 @@ class Resume:
         self.report: ResumeReport | None = None
         self.is_pending = True
         if self._part is None:
-            self._without_our_part()
+            self._without_our_part(choice.checkpoint or {})
         else:
             self._read(self._part)
 
-    def _without_our_part(self) -> None:
+    def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
         self._not_exact.append(
             f"the checkpoint has no part of {KEY}: order of samples, random generators, metrics and logged values of"
             " the epoch start anew, as Lightning does"
         )
+        self._loaders.lightning_restores = any(loader_states(checkpoint))
 
     def _read(self, part: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
@@ -92,6 +93,7 @@ class Resume:
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         self._state = unpack_blobs(part["ranks"][0])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
+        self._loaders.goes_on = "loaders" in self._state
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
@@ -104,6 +106,8 @@ class Resume:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
             self._callback_states = checkpoint["callbacks"]
         if "loops" in checkpoint:
+            if not self._state.get("loaders", {}).get("left"):
+                loader_states(checkpoint).clear()  # each loader's place is put back once, by us
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
     def begin(self) -> None:

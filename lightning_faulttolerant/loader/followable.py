@@ -1,0 +1,44 @@
+"""Which loaders can be followed and resumed exactly, and why others can't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader, IterDataPipe
+
+from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+
+
+def needs_no_position(loader: object) -> bool:
+    """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
+
+    So it is where every run begins anew, in this process or in workers made for it.
+    """
+    if not isinstance(loader, DataLoader):
+        return True
+    keeps_workers = loader.persistent_workers or getattr(loader, "_iterator", None) is not None
+    return not keeps_workers and getattr(loader, "in_order", True)
+
+
+def why_not_exact(loader: object) -> str | None:
+    """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
+    if not isinstance(loader, DataLoader):
+        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+    if isinstance(loader.dataset, IterDataPipe):
+        return "its data set is a data pipe, which is not supported"
+    if keeps_own_position(loader):
+        reason = why_not_followed(loader)
+        if reason is not None:
+            return reason
+    elif hasattr(loader, "state_dict"):
+        return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
+    if not getattr(loader, "in_order", True):
+        return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
+    if any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
+        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
+    return None
+
+
+def _is_torchs_iterator(value: object) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data", "torchdata."))
