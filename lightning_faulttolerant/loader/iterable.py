@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.index_side import Moment
-from lightning_faulttolerant.loader.own_state import has_state
+from lightning_faulttolerant.loader.own_state import has_state, refills_its_buffer
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -208,8 +208,8 @@ class IterableSide(IterableDataset[Any]):
         message = (
             f"Begun again from the same random states, the iterable data set {name} gives another sample {num_samples}"
             " than before: it keeps a state of its own, for instance a counter of epochs in __iter__, or its data"
-            " changed. Its samples would differ from the uninterrupted run. Give it state_dict and load_state_dict, or"
-            " `set_epoch`; or pass strict=False."
+            " changed, or was drawn when it was built. Its samples would differ from the uninterrupted run. Give it"
+            " state_dict and load_state_dict, or `set_epoch`, or a seed; or pass strict=False."
         )
         if self.strict:
             raise NotExactError(message)
@@ -219,8 +219,8 @@ class IterableSide(IterableDataset[Any]):
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
             self._way = _REPLAY
-            if not (type(self.user_dataset).__module__ or "").startswith("datasets."):  # it refills its shuffle buffer
-                found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
+            found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
+            if not any(refills_its_buffer(value) for _, value in found):
                 self._way = next((way for way, value in found if has_state(value)), _REPLAY)
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way

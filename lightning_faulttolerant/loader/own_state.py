@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
+_LOOKED_AT = 100  # of the attributes or items of one object
 
 
 def has_state(value: Any) -> bool:
@@ -37,6 +38,17 @@ def what_is_not_plain(value: Any, path: str = "") -> str | None:
     else:
         return None if isinstance(value, _PLAIN) else f"a {type(value).__name__} as {path or 'the whole state'}"
     return next((place for place in found if place is not None), None)
+
+
+def refills_its_buffer(value: Any, depth: int = 3) -> bool:
+    """Return whether `value` is a stream of Hugging Face's or passes one on: its state lacks its shuffle buffer."""
+    if type(value).__module__.startswith("datasets."):
+        return True
+    if isinstance(value, Mapping):
+        held = list(value.values())
+    else:
+        held = list(value) if isinstance(value, (list, tuple)) else list(getattr(value, "__dict__", {}).values())
+    return depth > 0 and any(refills_its_buffer(child, depth - 1) for child in held[:_LOOKED_AT])
 
 
 def state_of(value: Any) -> Any:
