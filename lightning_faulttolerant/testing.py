@@ -76,7 +76,8 @@ def assert_resumes_exactly(
 
     Compared are the contents of every batch, losses, learning rates, every value that a logger receives with its step,
     every validation batch and result, the final weights and optimizer states, the next draw of each global generator,
-    and the states of those that the module and the loaders hold.
+    and the states of those that the module and the loaders hold. The uninterrupted run has no callback, but with
+    ``worker_rng="per_sample"``: without it nothing seeds each sample.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
@@ -107,7 +108,8 @@ def assert_resumes_exactly(
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = _Runs(fit, root, dict(options or {}), timeout_seconds)
-        reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=False)
+        is_per_sample = (options or {}).get("worker_rng") == "per_sample"
+        reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=is_per_sample)
         if reference.exit_code != 0:
             raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
         transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)

@@ -10,75 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
-from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
+from lightning_faulttolerant.loader.indices import pack_indices
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
 _log = logging.getLogger(__name__)
-
-_HELD = "held/"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """The random states that a sampler may draw from, at one instant."""
-
-    rng: Mapping[str, bytes]
-    held: Mapping[str, bytes]
-    sampler_epochs: list[int | None]
-
-    def states(self) -> dict[str, bytes]:
-        """Return all states by name."""
-        return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
-
-    @classmethod
-    def from_states(cls, states: Mapping[str, bytes]) -> Moment:
-        """Return a moment of which only `states` are known."""
-        held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
-        rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
-        return cls(rng=rng, held=held, sampler_epochs=[])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moment as plain dicts."""
-        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
-
-
-@dataclass(kw_only=True, slots=True)
-class IndexRecord:
-    """Where one iteration over the index sampler is.
-
-    ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
-    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out.
-    """
-
-    first_batch: int = 0
-    handed_out: int = 0
-    birth: Moment | None = None
-    start: Moment | None = None
-    first: Moment | None = None
-    log: DrawLog = field(default_factory=DrawLog)
-    recent: deque[Any] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IndexPlan:
-    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers."""
-
-    birth: Moment | None
-    start: Moment | None = None
-    first: Moment | None = None
-    position: int = 0
-    handed_out: int = 0
-    log: bytes = b""
-    recent: tuple[Any, ...] = ()
 
 
 class IndexSide:
@@ -90,6 +35,8 @@ class IndexSide:
         window: How many of the batches last handed out are kept.
         has_workers: Whether the loader has workers, which are made from the random states that they find.
         is_endless: Whether it is torch's for an iterable data set, which gives no indices.
+        seeds: Where samples are seeded one by one: what their seeds follow from.
+        is_batched: Whether an index batch holds the indices of several samples.
     """
 
     def __init__(
@@ -100,7 +47,14 @@ class IndexSide:
         window: int,
         has_workers: bool = True,
         is_endless: bool = False,
+        seeds: SampleSeeds | None = None,
+        is_batched: bool = True,
     ) -> None:
+        self.seeds = seeds
+        self.is_batched = is_batched
+        self.has_other_workers = False
+        """Whether the run had another number of workers before a resume."""
+        self._parked: Moment | None = None
         self._sampler = sampler
         self._held = held
         self._window = window
@@ -133,9 +87,29 @@ class IndexSide:
         self._iterator = None
         self.record = IndexRecord(first_batch=0 if plan is None else plan.position, recent=deque(maxlen=self._window))
 
+    @contextlib.contextmanager
+    def opened_before(self) -> Iterator[None]:
+        """Start the sampler and draw its first batch now; torch's own draws meanwhile leave the generators as they are.
+
+        So the order doesn't depend on when torch draws, which differs with the number of workers.
+        """
+        self._iterator = _IndexIterator(self, None)
+        self._iterator.open()
+        if self.record.handed_out == 0:
+            self._iterator.draw_ahead()
+        self._parked = self.moment()
+        try:
+            yield
+        finally:
+            self.restore(self._parked)
+            self._parked = None
+
     def __iter__(self) -> Iterator[Any]:
         if self._is_aside:
             return iter(self._sampler)
+        if self._parked is not None:
+            assert self._iterator is not None
+            return self._iterator
         if not self._is_begun:
             raise NotExactError(
                 "A DataLoader subclass calls DataLoader.__iter__(self) itself, so that its iterations can't be"
@@ -191,11 +165,16 @@ class IndexSide:
     def _epochs(self) -> list[int | None]:
         return [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
 
-    def open(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
         record = self.record
+        if indices is None and (plan is None or plan.start is None or plan.first is None):
+            record.start = self._start_moment()
+            indices = iter(self._sampler)
+            plan = None
         if plan is None:
+            assert indices is not None
             record.first = self._start_moment()
             return indices
         if plan.start is None or plan.first is None:
@@ -206,6 +185,7 @@ class IndexSide:
             return indices
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
+        record.num_samples = plan.num_samples
         self.restore(plan.first)
         rest = self._skip_at_once(plan)
         if rest is None:
@@ -217,11 +197,38 @@ class IndexSide:
 
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
+        parked = self._parked
+        if parked is None and not self.may_draw:
+            return next(indices)
+        if parked is not None:
+            aside = self.moment()
+            self.restore(parked)
         before = self.moment().states()
         try:
             return next(indices)
         finally:
-            self.record.log.note(self.record.handed_out, before, self.moment().states())
+            behind = self.moment()
+            after = behind.states()
+            if parked is not None:
+                self._parked = behind
+                self.restore(aside)
+            if self.may_draw:
+                self.record.log.note(self.record.handed_out, before, after)
+                if self.has_other_workers and self.record.handed_out and after != before:
+                    self._depends_on_workers()
+
+    def _depends_on_workers(self) -> None:
+        message = (
+            f"{type(self._sampler).__name__} draws random numbers while it goes on, and the number of workers is"
+            " another one than before a resume: torch draws its indices earlier where there are more workers. The"
+            " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
+            " its __iter__, or give it a generator of its own and pass strict=False."
+        )
+        if self.strict:
+            raise NotExactError(message)
+        if message not in self.not_exact:
+            _log.warning(message)
+            self.not_exact.append(message)
 
     def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
         """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
@@ -288,11 +295,12 @@ class IndexSide:
 class _IndexIterator(Iterator[Any]):
     """Passes on what the sampler gives, and counts."""
 
-    def __init__(self, side: IndexSide, indices: Iterator[Any]) -> None:
+    def __init__(self, side: IndexSide, indices: Iterator[Any] | None) -> None:
         self._side = side
         self._record = side.record
         self._indices = indices
         self._is_open = False
+        self._ahead: deque[Any] = deque()
 
     def open(self) -> None:
         """Bring the sampler to its position, once."""
@@ -300,57 +308,26 @@ class _IndexIterator(Iterator[Any]):
             self._is_open = True
             self._indices = self._side.open(self._indices)
 
+    def draw_ahead(self) -> None:
+        """Draw the next batch now, if there is one; it is handed out when it is asked for."""
+        with contextlib.suppress(StopIteration):
+            self._ahead.append(self._draw())
+
+    def _draw(self) -> Any:
+        assert self._indices is not None
+        return self._side.draw(self._indices)
+
     def __next__(self) -> Any:
         self.open()
-        record = self._record
-        batch = self._side.draw(self._indices) if self._side.may_draw else next(self._indices)
+        record, seeds = self._record, self._side.seeds
+        batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)
-        return batch
-
-
-def plan_from_state(state: Mapping[str, Any], position: int, *, draws_again: bool = False) -> IndexPlan:
-    """Return the plan to resume at batch `position` from what `record_state` gave.
-
-    Args:
-        state: The record.
-        position: The batch to go on with.
-        draws_again: Whether the sampler is to draw the batches behind it anew, as it does without workers: there it
-            draws each right before its samples, from the same random states.
-    """
-    handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
-    if draws_again and handed_out > position:
-        recent = recent[: len(recent) - (handed_out - position)]
-        handed_out, log = position, DrawLog(log).until(position).pack()
-    return IndexPlan(
-        birth=_moment(state["birth"]),
-        start=_moment(state["start"]),
-        first=_moment(state["first"]),
-        position=position,
-        handed_out=handed_out,
-        log=log,
-        recent=tuple(recent),
-    )
-
-
-def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
-    """Return the plan for a new iteration whose workers are to go on from where they were."""
-    return IndexPlan(birth=_moment(state["birth"]))
-
-
-def record_state(record: IndexRecord) -> dict[str, Any]:
-    """Return a record as plain dicts, lists and tensors."""
-    moments = {name: getattr(record, name) for name in ("birth", "start", "first")}
-    return {
-        **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
-        "handed_out": record.handed_out,
-        "log": record.log.pack(),
-        "recent": pack_indices(list(record.recent)),
-    }
-
-
-def _moment(state: Mapping[str, Any] | None) -> Moment | None:
-    return None if state is None else Moment(**state)
+        if seeds is None:
+            return batch
+        place = record.num_samples
+        record.num_samples += len(batch) if self._side.is_batched else 1
+        return seeds.of(batch, epoch=record.epoch, place=place)
 
 
 def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -18,8 +18,9 @@ from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
-from lightning_faulttolerant.loader.index_side import Moment
-from lightning_faulttolerant.loader.own_state import has_state, refills_its_buffer
+from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
+from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.plain_state import has_state
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_faulttolerant.loader.index_side import IndexRecord
+from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
-from lightning_faulttolerant.loader.own_state import state_of
+from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerState
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.index_side import Moment
-from lightning_faulttolerant.loader.own_state import has_state_methods, state_of, what_is_not_plain
+from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.generators import HeldGenerators

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_faulttolerant.loader.own_state import has_state_methods, what_is_not_plain
+from lightning_faulttolerant.loader.plain_state import has_state_methods, what_is_not_plain
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 
 

@@ -1,62 +1,56 @@
-"""States that the user's own objects keep: by ``state_dict`` and ``load_state_dict``, of plain values and tensors."""
+"""Loaders whose position the user's own objects keep, by ``state_dict`` of the loader, its data set or its samplers.
+
+Nothing is wrapped or replayed here: what these objects say is taken, and given back to them.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader
 
-_PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
-_LOOKED_AT = 100  # of the attributes or items of one object
-
-
-def has_state(value: Any) -> bool:
-    """Return whether `value` keeps a state that a checkpoint can hold."""
-    return has_state_methods(value) and what_is_not_plain(value.state_dict()) is None
+_PARTS = ("dataset", "sampler", "batch_sampler")
 
 
-def has_state_methods(value: Any) -> bool:
-    """Return whether `value` has the two methods, with the arguments that torch's protocol gives them."""
-    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
-    if not all(callable(method) for method in methods):
-        return False
-    return not _num_required(methods[0]) and _num_required(methods[1]) == 1
+def is_stateful(value: object) -> bool:
+    """Return whether an object can give its state and take it back."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def what_is_not_plain(value: Any, path: str = "") -> str | None:
-    """Return the place and the type of the first thing in a state that a checkpoint can't hold safely, or ``None``."""
-    if isinstance(value, Mapping):
-        strange = [key for key in value if not isinstance(key, (str, int))]
-        if strange:
-            return f"the key {strange[0]!r}{path and ' in ' + path}"
-        found = (what_is_not_plain(child, f"{path}.{key}" if path else str(key)) for key, child in value.items())
-    elif isinstance(value, (list, tuple)):
-        found = (what_is_not_plain(child, f"{path}[{i}]") for i, child in enumerate(value))
-    else:
-        return None if isinstance(value, _PLAIN) else f"a {type(value).__name__} as {path or 'the whole state'}"
-    return next((place for place in found if place is not None), None)
+class OwnState:
+    """The objects of one loader that keep a state of their own.
 
+    Args:
+        loader: Any iterable; a torch ``DataLoader`` may keep its state in its data set and its samplers too.
+    """
 
-def refills_its_buffer(value: Any, depth: int = 3) -> bool:
-    """Return whether `value` is a stream of Hugging Face's or passes one on: its state lacks its shuffle buffer."""
-    if type(value).__module__.startswith("datasets."):
-        return True
-    if isinstance(value, Mapping):
-        held = list(value.values())
-    else:
-        held = list(value) if isinstance(value, (list, tuple)) else list(getattr(value, "__dict__", {}).values())
-    return depth > 0 and any(refills_its_buffer(child, depth - 1) for child in held[:_LOOKED_AT])
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        parts = {"loader": loader} if is_stateful(loader) else {}
+        if not parts and isinstance(loader, DataLoader):
+            parts = {name: getattr(loader, name, None) for name in _PARTS}
+        self._parts = {name: part for name, part in parts.items() if is_stateful(part)}
 
+    def why_not_exact(self) -> str | None:
+        """Return why the loader's position can't be told by its own objects, or ``None`` if it can."""
+        if not self._parts:
+            return "neither it nor its data set, sampler or batch sampler has state_dict and load_state_dict"
+        workers = getattr(self._loader, "num_workers", 0)
+        if workers and "loader" not in self._parts:
+            return (
+                f"its {workers} workers have copies of the {' and the '.join(self._parts)}, and run ahead: the state in"
+                " this process is not that of the batches that were trained"
+            )
+        return None
 
-def state_of(value: Any) -> Any:
-    """Return a copy of the state that `value` keeps now."""
-    return copy.deepcopy(value.state_dict())
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of each object's state, by the object's name: ``loader``, or ``dataset``, ``sampler``, ..."""
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
 
-
-def _num_required(method: Any) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the states back; the next iteration goes on from there, as far as the objects keep their word."""
+        for name, part in self._parts.items():
+            if name in state:
+                part.load_state_dict(copy.deepcopy(state[name]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -21,18 +20,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import default_sigchld
-from lightning_faulttolerant.loader.index_side import IndexPlan, IndexSide, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
-from lightning_faulttolerant.loader.own_state import state_of
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
-
-_log = logging.getLogger(__name__)
 
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
@@ -45,9 +45,17 @@ class TrackedLoader:
     Args:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
         default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
+        seeds: Seed each sample of a map-style data set from these; without them the workers' states are captured.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, default_worker_init: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        default_worker_init: Callable[[int], None] | None = None,
+        seeds: SampleSeeds | None = None,
+    ) -> None:
+        self._seeded = None if seeds is None else SeededSamples(loader, seeds)
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
@@ -74,6 +82,8 @@ class TrackedLoader:
             window=0 if is_iterable else self._in_flight + self.num_workers + 2,
             has_workers=self.num_workers > 0,
             is_endless=is_iterable,
+            seeds=seeds,
+            is_batched=loader.batch_sampler is not None,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
         self._start_position: Position | None = None
@@ -92,8 +102,10 @@ class TrackedLoader:
                 iterable=self.iterable,
                 leaves_rest=loader.batch_size is not None and not loader.drop_last,
                 has_state=stateful_dataset(loader) is not None,
+                per_sample=None if self._seeded is None else self._seeded.dataset,
             )
-            self._slot_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
+            slack = _SLACK_BYTES * (4 if is_iterable else 1)
+            self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
         self._loader: weakref.ref[DataLoader[Any]] | None = None
 
     @property
@@ -126,21 +138,6 @@ class TrackedLoader:
         self._loader = weakref.ref(tracked)
         return tracked
 
-    def refuse_state(self) -> None:
-        """Refuse a state that somebody gives the copy: it would be moved twice.
-
-        Raises:
-            NotExactError: If strict.
-        """
-        message = (
-            f"A state was loaded into {type(self.loader).__name__}, whose place FaultTolerance keeps and restores: it"
-            " would be moved twice. Leave its state_dict and load_state_dict to FaultTolerance."
-        )
-        if self.index_side.strict:
-            raise NotExactError(message)
-        _log.warning(message)
-        self.index_side.not_exact.append(message)
-
     @property
     def num_handed_out(self) -> int:
         """How many index batches of the iteration that is under way were drawn so far."""
@@ -172,12 +169,18 @@ class TrackedLoader:
             self._dataset_state = None
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
-        batches = CountedBatches(make_iterator(), self._started(), before_first=self.on_first_batch)
+        started = self._started()
+        batches = CountedBatches(self._made(make_iterator), started, before_first=self.on_first_batch)
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
             self.index_side.restore(before)
         return batches
+
+    def _made(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        if self._seeded is None:
+            return make_iterator()
+        return self._seeded.make(self.loader, self.index_side, make_iterator)
 
     def _started(self) -> Iteration:
         record = self.index_side.record
@@ -199,7 +202,7 @@ class TrackedLoader:
             # There is one set of workers: torch takes them away from whoever iterates.
             self._is_taken = True
             self._begin(None, None)
-            return make_iterator()
+            return self._made(make_iterator)
         with self.index_side.aside():
             if self._worker_side is None:
                 return make_iterator()
@@ -221,6 +224,8 @@ class TrackedLoader:
                 record = self.iterable.begin(position)
                 record.num_batches = 0 if plan is None else plan.position
         self.index_side.begin(plan, new_workers=not self._has_living_workers)
+        if self._seeded is not None:
+            self._seeded.begin(self.index_side, plan, is_counted=not self._is_taken)
 
     def _make_ring(self, states: list[WorkerState] | None) -> None:
         assert self._worker_side is not None
@@ -269,6 +274,8 @@ class TrackedLoader:
                 " workers were taken away from the training. Let a callback have a loader of its own."
             )
         record = iteration.record
+        if self._seeded is not None:
+            return self._seeded.state_dict(record, consumed)
         counts, drop = None, 0
         if self.num_workers and self.iterable is not None:
             assert iteration.ring is not None
@@ -289,6 +296,8 @@ class TrackedLoader:
         return state
 
     def _state_between(self, iteration: Iteration | None) -> dict[str, Any]:
+        if self._seeded is not None:
+            return self._seeded.state_dict()
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
             workers = _worker_states(iteration, self._fetched())
@@ -303,6 +312,8 @@ class TrackedLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a position of `state_dict`."""
+        if self._seeded is not None:
+            self._seeded.load_state_dict(state_dict)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
@@ -315,6 +326,9 @@ class TrackedLoader:
             self._forget_iterator()
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
+            return
+        if self._seeded is not None:
+            self._plan = (self._seeded.plan(record, consumed), None, 0)
             return
         drop = state_dict["drop"]
         plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)

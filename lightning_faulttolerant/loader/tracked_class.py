@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.errors import NotExactError
+
+_log = logging.getLogger(__name__)
 
 TRACKER = "fault_tolerance_tracker"
 """The attribute of a followed loader that holds its tracker."""
@@ -66,5 +71,14 @@ def _no_state(self: Any) -> dict[str, Any]:
 
 
 def _load_no_state(self: Any, state_dict: Mapping[str, Any]) -> None:
-    if state_dict:
-        vars(self)[TRACKER].refuse_state()
+    if not state_dict:
+        return
+    message = (
+        f"A state was loaded into {type(self).__name__}, whose place FaultTolerance keeps and restores: it would be"
+        " moved twice. Leave its state_dict and load_state_dict to FaultTolerance."
+    )
+    side = vars(self)[TRACKER].index_side
+    if side.strict:
+        raise NotExactError(message)
+    _log.warning(message)
+    side.not_exact.append(message)

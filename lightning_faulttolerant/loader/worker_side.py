@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
+from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -42,6 +43,7 @@ class WorkerSide:
         iterable: What stands in for an iterable data set.
         leaves_rest: Whether samples that are too few for a whole batch make one.
         has_state: Whether the state that a map-style data set keeps is to go on, too.
+        per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class WorkerSide:
         iterable: IterableSide | None = None,
         leaves_rest: bool = True,
         has_state: bool = False,
+        per_sample: PerSampleDataset | None = None,
     ) -> None:
-        self._collate_fn = collate_fn
+        self._per_sample = per_sample
+        self._collate_fn = collate_fn if per_sample is None else per_sample.collate
         self._init_fn = worker_init_fn if worker_init_fn is not None else default_init
         self.iterable = iterable
         self.num_iterations = 0
@@ -85,8 +89,12 @@ class WorkerSide:
         if self.iterable is not None:
             # Users are to see their own object; torch's class forbids a plain assignment.
             object.__setattr__(get_worker_info(), "dataset", self.iterable.user_dataset)
+        if self._per_sample is not None:
+            self._per_sample.init_worker()
         if self._init_fn is not None:
             self._init_fn(worker_id)
+        if self._per_sample is not None:
+            return
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
             self._resume(self.resume_from[worker_id], self._held)
@@ -127,7 +135,7 @@ class WorkerSide:
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
-        if self._worker >= 0:
+        if self._worker >= 0 and self._per_sample is None:
             self._count += 1
             self._leave_state()
         return batch

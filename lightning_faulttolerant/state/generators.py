@@ -80,10 +80,15 @@ class HeldGenerators:
         Args:
             of: Only those of these generators; ``None`` for all.
         """
-        found = ((name, self._resolve(path)) for name, path in self._paths.items())
+        found = self.generators()
         if of is not None:
-            found = ((name, generator) for name, generator in found if any(generator is one for one in of))
-        return {name: pack_generator(generator) for name, generator in found if is_generator(generator)}
+            found = {name: generator for name, generator in found.items() if any(generator is one for one in of)}
+        return {name: pack_generator(generator) for name, generator in found.items()}
+
+    def generators(self) -> dict[str, Any]:
+        """Return each generator by its path."""
+        found = ((name, self._resolve(path)) for name, path in self._paths.items())
+        return {name: generator for name, generator in found if is_generator(generator)}
 
     def load_state_dict(self, state_dict: Mapping[str, bytes]) -> list[str]:
         """Put each generator back to its state.

@@ -34,6 +34,9 @@ class FaultTolerance(Callback):
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
         auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
+        worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.
+            ``per_sample``: the generators are seeded before each sample, so that the number of workers may change from
+            run to run and every batch stays the same.
 
     Raises:
         ValueError: If an argument is out of its range, or two contradict each other.
@@ -58,6 +61,7 @@ class FaultTolerance(Callback):
         save_on_exception: bool = True,
         auto_resume: bool = True,
         strict: bool = True,
+        worker_rng: str = "capture",
     ) -> None:
         self._options = Options(
             dirpath=checked_dirpath(dirpath),
@@ -71,6 +75,7 @@ class FaultTolerance(Callback):
             save_on_exception=save_on_exception,
             auto_resume=auto_resume,
             strict=strict,
+            worker_rng=worker_rng,
         )
         self._session: Session | None = None
         self._last_report: ResumeReport | None = None

@@ -7,6 +7,7 @@ import os
 VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
 _ON = ("1", "automatic")
 _OFF = ("0",)
+_MANUAL = "manual"
 
 
 def is_switched_off() -> bool:
@@ -14,8 +15,13 @@ def is_switched_off() -> bool:
     return read_switch() == "off"
 
 
+def is_manual() -> bool:
+    """Return whether positions of loaders are to be those that the user's own objects keep."""
+    return read_switch() == _MANUAL
+
+
 def read_switch() -> str:
-    """Return what the environment asks for: ``on``, ``off`` or ``unset``.
+    """Return what the environment asks for: ``on``, ``manual``, ``off`` or ``unset``.
 
     Raises:
         ValueError: If the variable has a value that means nothing.
@@ -27,6 +33,6 @@ def read_switch() -> str:
         return "on"
     if value in _OFF:
         return "off"
-    if value.lower() == "manual":
-        raise ValueError(f"{VARIABLE}=manual is not available yet. Use 1 (or automatic), or 0, or unset it.")
-    raise ValueError(f"{VARIABLE} must be 1 or automatic (on), 0 (off) or unset, got {value!r}.")
+    if value.lower() == _MANUAL:
+        return _MANUAL
+    raise ValueError(f"{VARIABLE} must be 1 or automatic (on), manual, 0 (off) or unset, got {value!r}.")

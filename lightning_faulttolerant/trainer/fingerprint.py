@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
@@ -51,15 +52,18 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: Any) -> dict[str, Any]:
-    """Return what a loader's batches depend on; of one that is no ``DataLoader`` nothing else is known."""
-    if not isinstance(loader, DataLoader):
+def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
+    """Return what a loader's batches depend on: not on its workers, where each sample is seeded."""
+    if not isinstance(loader, DataLoader):  # of others nothing is known
         return {"class": type(loader).__qualname__}
+    workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
+    if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
+        is_per_sample = False
+        workers = {f"{name} of an iterable data set": value for name, value in workers.items()}
     return {
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
-        "num_workers": loader.num_workers,
-        "persistent_workers": loader.persistent_workers,
+        **({"worker_rng": "per_sample"} if is_per_sample else workers),
         "sampler": _sampler_name(loader),
         "dataset": _dataset(loader.dataset),
     }
@@ -123,9 +127,8 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
         found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
-    if type(dataset).__module__.startswith("datasets."):
-        found.update(_hugging_face(dataset))
-        return found
+    if is_hugging_face(dataset):
+        return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, Dataset) and depth < _DEPTH:
             found[name] = _dataset(value, depth + 1)
@@ -134,39 +137,6 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
         elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
             found[name] = {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
     return found
-
-
-def _hugging_face(dataset: Any) -> dict[str, Any]:
-    """Return what tells the order of a data set of Hugging Face's, which `shuffle` without a seed draws at once."""
-    indices = getattr(dataset, "_indices", None)
-    if indices is not None:
-        return {"indices": _digest_list(_Column(indices.column(0)))}
-    found, source, depth = {}, getattr(dataset, "_ex_iterable", None), 0
-    while source is not None:  # one wraps another: a buffer, a map, and at last what reads the shards
-        for name, value in (getattr(source, "kwargs", None) or {}).items():
-            if isinstance(value, (list, tuple)) and " at 0x" not in str(value[:1]):
-                found[f"source {depth} {name}"] = _digest_list([_shard(item) for item in value])
-        source, depth = getattr(source, "ex_iterable", None), depth + 1
-    return found
-
-
-def _shard(item: Any) -> Any:
-    # Shards of a table look alike from outside; their first rows, read without the data set's code, don't.
-    table = getattr(item, "_data", None)
-    return item if table is None else table.slice(0, 1).to_pydict()
-
-
-class _Column(Sequence[Any]):
-    """A column of a table as plain numbers, read one by one."""
-
-    def __init__(self, column: Any) -> None:
-        self._column = column
-
-    def __len__(self) -> int:
-        return len(self._column)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._column[index].as_py()
 
 
 def _is_array(value: Any) -> bool:

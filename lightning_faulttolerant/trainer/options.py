@@ -27,6 +27,7 @@ class Options:
     save_on_exception: bool
     auto_resume: bool
     strict: bool
+    worker_rng: str = "capture"
 
     def __post_init__(self) -> None:
         if self.run_id is not None:
@@ -45,6 +46,8 @@ class Options:
             raise ValueError(f"overhead_budget is a share of the time, in (0, 1]; got {self.overhead_budget}.")
         if not self.grace_seconds > 0:  # so that NaN is refused too
             raise ValueError(f"grace_seconds must be positive, got {self.grace_seconds}.")
+        if self.worker_rng not in ("capture", "per_sample"):
+            raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
         for name in self.stop_signals:
             _check_signal(name)
 

@@ -55,6 +55,7 @@ class ResumedEpoch:
     def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
         """Stand in for the epoch loop's ``on_run_start``, and do what is owed before the next batch."""
         trainer, loaders, state = self._trainer, self._loaders, self._resume.loaders_state
+        loaders.load_own(state.get("own", {}))
         if self._where == EPOCH_START and state.get("combined") is None:
             loaders.holds_back = False
             self._resume.restore(run_state)

@@ -18,6 +18,7 @@ from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
@@ -52,7 +53,8 @@ class Session:
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = _open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
-        self._loaders = Loaders(trainer, strict=options.strict)
+        is_per_sample = options.worker_rng == "per_sample"
+        self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = Patches()

@@ -12,12 +12,15 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.followable import needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
-from lightning_faulttolerant.loader.own_position import was_given_position
+from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
+from lightning_faulttolerant.loader.own_state import OwnState
+from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -42,6 +45,7 @@ class Mark:
     combined: Mapping[str, Any] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
+    own: Mapping[str, Any]
 
 
 class Loaders:
@@ -50,16 +54,29 @@ class Loaders:
     Args:
         trainer: Whose fit it is.
         strict: Whether a loader that can't be resumed exactly is an error.
+        manual: Whether positions are those that the user's own objects keep, and no loader is replaced.
+        is_per_sample: Whether the generators are seeded before each sample.
+
+    Raises:
+        ValueError: If both are asked for.
     """
 
-    def __init__(self, trainer: Trainer, *, strict: bool) -> None:
+    def __init__(self, trainer: Trainer, *, strict: bool, manual: bool = False, is_per_sample: bool = False) -> None:
+        if manual and is_per_sample:
+            raise ValueError(
+                'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual leaves all'
+                " loaders as they are: their samples would not be seeded. Drop one of the two."
+            )
+        self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
         self._strict = strict
+        self._manual = manual
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
         """Whether an iteration that is asked for now is the trainer's own."""
         self._originals: list[tuple[Any, Any]] = []
         self._states: Mapping[str, Any] = {}
+        self._states_of_own: Mapping[str, Any] = {}
         self._mark: Mark | None = None
         self._is_marked = False
         self.holds_back = False
@@ -78,6 +95,7 @@ class Loaders:
         self._left: list[str] = []
         self._followed: list[OwnLoader] = []
         self._patches = Patches()
+        self._own: dict[str, OwnState] = {}
         self.not_exact: list[str] = []
 
     @contextlib.contextmanager
@@ -103,7 +121,12 @@ class Loaders:
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
-        self._states, self._left = states.get("places", {}), list(states.get("left", ()))
+        self._left = list(states.get("left", ()))
+        self._states = states.get("places", {})
+        self._states_of_own = states.get("own", {})
+        self.load_own(self._states_of_own)
+        if self._seeds is not None:
+            self._seeds.resume_from(self._states)
         for place, tracker in self.trackers.items():
             self._resume(place, tracker)
 
@@ -115,29 +138,33 @@ class Loaders:
 
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning."""
-        self._states, self._left = {}, []
+        self._states, self._left, self._states_of_own = {}, [], {}
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
+        if self._manual:
+            return self._leave(stage, place, loader)
         is_own = keeps_own_state(loader)
         reason = why_state_is_no_use(loader) if is_own else self._why_not_followed(loader, stage)
         if reason is not None:
             self.untracked[place] = loader
-            if stage == TRAIN or not needs_no_position(loader):
+            # What is not seeded per sample would depend on the number of workers.
+            is_seeded = self._seeds is not None and isinstance(loader, DataLoader)
+            if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
         if place in self._left:
             self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
-        tracker, followed = self._follow_own(loader) if is_own else self._follow(loader)
+        tracker, followed = self._follow_own(loader) if is_own else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
         self.trackers[place] = tracker
-        self.fingerprints[place] = loader_fingerprint(loader)
+        self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
         self._check(place, self.fingerprints[place])
         self._resume(place, tracker)
         return followed
@@ -150,10 +177,13 @@ class Loaders:
             return "the checkpoint was saved without FaultTolerance and holds a state that the loader is to load itself"
         if was_given_position(loader) and not self.goes_on:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
+        if self._seeds is not None and stateful_dataset(loader) is not None:
+            return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
         return None
 
-    def _follow(self, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
-        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer))
+    def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
+        seeds = self._seeds_of(place, loader)
+        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.index_side.not_exact = self.not_exact
         tracked = tracker.copy_of(loader)
@@ -173,6 +203,33 @@ class Loaders:
         tracker.follow()
         self._followed.append(tracker)
         return tracker, loader
+
+    def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
+        if self._seeds is None:
+            return None
+        reason = why_not_per_sample(loader)
+        if reason is None:
+            return self._seeds.of(place)
+        rank_zero_info(f"Loader {place} needs the same number of workers at each resume: {reason}.")
+        return None
+
+    def _leave(self, stage: str, place: str, loader: Any) -> Any:
+        own = self._own[place] = OwnState(loader)
+        self.untracked[place] = loader
+        if isinstance(loader, DataLoader):
+            self.fingerprints[place] = loader_fingerprint(loader)
+            self._check(place, self.fingerprints[place])
+        reason = own.why_not_exact()
+        if reason is not None and (stage == TRAIN or not needs_no_position(loader)):
+            self._refuse(place, reason)
+        self.load_own(self._states_of_own, place)
+        return loader
+
+    def load_own(self, states: Mapping[str, Any], only: str | None = None) -> None:
+        """Give the user's objects the states that they had, right before they are iterated over."""
+        for place, state in states.items():
+            if place in self._own and only in (None, place):
+                self._own[place].load_state_dict(state)
 
     def _resume(self, place: str, tracker: TrackedLoader | OwnLoader) -> None:
         if place in self._states:
@@ -213,6 +270,7 @@ class Loaders:
             combined=compat.combined_state(self._trainer),
             rng=rng_state(),
             held={place: tracker.held.state_dict() for place, tracker in training.items()},
+            own=self._own_states(),
         )
 
     def _before_first_batch(self) -> None:
@@ -244,12 +302,19 @@ class Loaders:
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
             places[place] = tracker.state_dict(num_out if in_epoch else None, iteration)
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
+        own = self._own_states()
+        if mark is not None:
+            own.update({place: state for place, state in mark.own.items() if place.startswith(TRAIN)})
         return {
             "places": places,
             "left": [place for place in self.untracked if place.startswith(TRAIN)],
+            "own": own,
             "combined": combined if in_epoch else None,
             "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
         }
+
+    def _own_states(self) -> dict[str, Any]:
+        return {place: own.state_dict() for place, own in self._own.items()}
 
     def held_state(self) -> dict[str, dict[str, bytes]]:
         """Return the generators that the loaders' objects hold."""
@@ -292,6 +357,7 @@ class Loaders:
         self._followed.clear()
         self.trackers.clear()
         self.untracked.clear()
+        self._own.clear()
         self._originals.clear()
 
 

@@ -10,6 +10,8 @@ from lightning_faulttolerant.trainer.environment import read_switch
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
+_ON = ("on", "manual")
+
 
 def refuse_pytorch_lightning() -> list[Callback]:
     """Say to a Trainer of the ``pytorch_lightning`` package that it is not served, if the environment asks for it.
@@ -17,7 +19,7 @@ def refuse_pytorch_lightning() -> list[Callback]:
     Raises:
         UnsupportedTrainerError: If it does.
     """
-    if read_switch() == "on":
+    if read_switch() in _ON:
         raise UnsupportedTrainerError(
             "PL_FAULT_TOLERANT_TRAINING asks for fault tolerance, but this Trainer comes from the pytorch_lightning"
             " package, which has classes of its own: nothing would be saved. Use `import lightning.pytorch as pl` in"
@@ -34,7 +36,7 @@ def callbacks_from_environment() -> list[Callback]:
     Raises:
         ValueError: If the variable has a value that means nothing.
     """
-    if read_switch() != "on":
+    if read_switch() not in _ON:
         return []
     from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver, saving_module
+from tests.law.test_iterable import Stream
 from tests.law.test_model import TwoValidations
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, TwoLoaders, Unsized, fit_net
+from tests.runs import Fetches, Net, NoisyDataset, TwoLoaders, Unsized, fit_net
 
 # Hook and the call of it in which is saved; an epoch has 8 batches and 2 validation batches.
 CALLS = [
@@ -66,27 +68,40 @@ def two_lengths() -> dict[str, Any]:
     }
 
 
-LOADERS = {
-    "workers": lambda: DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2),
-    "persistent workers": lambda: DataLoader(
-        NoisyDataset(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
-    ),
-    "without a length": lambda: Unsized(NoisyDataset(), batch_size=4, shuffle=True),
-    "cycled": two_lengths,
+def long(**arguments: Any) -> Any:
+    """Return what makes a shuffled loader of 8 batches."""
+    return lambda: DataLoader(NoisyDataset(), batch_size=4, shuffle=True, **arguments)
+
+
+# How the loaders are made, the module, and how many steps an epoch has.
+LOADERS: dict[str, tuple[Any, Any, int]] = {
+    "workers": (long(num_workers=2), Net, 8),
+    "persistent workers": (long(num_workers=2, persistent_workers=True), Net, 8),
+    "without a length": (lambda: Unsized(NoisyDataset(), batch_size=4, shuffle=True), Net, 8),
+    "iterable": (lambda: DataLoader(Stream(), batch_size=4), Net, 8),
+    "iterable with workers": (lambda: DataLoader(Stream(), batch_size=4, num_workers=2), Net, 8),
+    "cycled": (two_lengths, TwoLoaders, 8),
+    "up to the longest": (lambda: CombinedLoader(two_lengths(), "max_size"), TwoLoaders, 8),
+    "cut to the shortest": (lambda: CombinedLoader(two_lengths(), "min_size"), TwoLoaders, 3),
+    "fetched by the step": (long(), Fetches, 8),
+    "two fetched by a step": (long(num_workers=2), lambda: Fetches(2), 4),
 }
 
 
-@pytest.mark.parametrize("at", [7, 10, 15])
+@pytest.mark.filterwarnings("ignore:Trying to infer the .batch_size.")
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@pytest.mark.parametrize("place", ["last of an epoch", "within an epoch", "last of all"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_with_each_kind_of_loader_the_next_epoch_has_all_its_batches(name: str, at: int) -> None:
+def test_with_each_kind_of_loader_the_next_epoch_has_all_its_batches(name: str, place: str) -> None:
     """Saved behind the last batch of an epoch, in the middle of one, behind the last batch of all."""
-    module = TwoLoaders if name == "cycled" else Net
+    train, module, num_steps = LOADERS[name]
+    at = {"last of an epoch": num_steps - 1, "within an epoch": num_steps + 1, "last of all": 2 * num_steps - 1}[place]
     assert_goes_on_from(
         "on_train_batch_end",
         users=lambda: [saver("on_train_batch_end", at)],
-        train=LOADERS[name],
+        train=train,
         module=module,
-        max_epochs=3 if at < 15 else 2,
+        max_epochs=2 if place == "last of all" else 3,
     )
 
 

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.index_side import IndexSide, Moment, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_record import Moment, birth_plan, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import safe, seed

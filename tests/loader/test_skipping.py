@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lightning_faulttolerant.loader import index_side
-from lightning_faulttolerant.loader.index_side import record_state
+from lightning_faulttolerant.loader.index_record import record_state
 from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import safe, seed

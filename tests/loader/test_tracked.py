@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.followable import why_not_exact
+from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from tests.loader.loops import Drawing, behind, full_state, listed, loop, safe, seed, tracked_loop

@@ -17,29 +17,31 @@ from tests.runs import fit_net, make_trainer
 
 @pytest.mark.parametrize(
     ("value", "meaning"),
-    [(None, "unset"), ("", "unset"), ("1", "on"), ("automatic", "on"), ("AUTOMATIC", "on"), ("0", "off")],
+    [
+        (None, "unset"),
+        ("", "unset"),
+        ("1", "on"),
+        ("automatic", "on"),
+        ("AUTOMATIC", "on"),
+        ("0", "off"),
+        ("manual", "manual"),
+        ("Manual", "manual"),
+    ],
 )
 def test_each_value_has_its_meaning(value: str | None, meaning: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 and automatic switch on, 0 off; unset and empty leave it to the script."""
+    """1, automatic and manual switch on, 0 off; unset and empty leave it to the script."""
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
     assert read_switch() == meaning
     assert is_switched_off() is (meaning == "off")
-    assert len(callbacks_from_environment()) == (meaning == "on")
+    assert len(callbacks_from_environment()) == (meaning in ("on", "manual"))
 
 
 @pytest.mark.parametrize("value", ["2", "yes", "true", " 1", "off"])
 def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that means nothing is an error that shows it and names the good ones, never a silent off."""
     monkeypatch.setenv(VARIABLE, value)
-    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, 0 .* or unset, got '{value}'"):
-        read_switch()
-
-
-def test_manual_is_told_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one value of Lightning 1.5's that is not there yet is named as such."""
-    monkeypatch.setenv(VARIABLE, "manual")
-    with pytest.raises(ValueError, match="manual is not available yet"):
+    with pytest.raises(ValueError, match=f"must be 1 or automatic .*, manual, 0 .* or unset, got '{value}'"):
         read_switch()
 
 

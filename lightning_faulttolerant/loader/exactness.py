@@ -1,4 +1,4 @@
-"""Which loaders can be followed and resumed exactly, and why others can't."""
+"""Which loaders can be resumed exactly, and why others can't."""
 
 from __future__ import annotations
 

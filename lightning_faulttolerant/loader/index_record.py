@@ -1,0 +1,122 @@
+"""Where one iteration over an index sampler is, as plain values, and what follows from it for the next one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+
+_HELD = "held/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The random states that a sampler may draw from, at one instant."""
+
+    rng: Mapping[str, bytes]
+    held: Mapping[str, bytes]
+    sampler_epochs: list[int | None]
+
+    def states(self) -> dict[str, bytes]:
+        """Return all states by name."""
+        return {**self.rng, **{f"{_HELD}{name}": state for name, state in self.held.items()}}
+
+    @classmethod
+    def from_states(cls, states: Mapping[str, bytes]) -> Moment:
+        """Return a moment of which only `states` are known."""
+        held = {name.removeprefix(_HELD): state for name, state in states.items() if name.startswith(_HELD)}
+        rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
+        return cls(rng=rng, held=held, sampler_epochs=[])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moment as plain dicts."""
+        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
+
+
+@dataclass(kw_only=True, slots=True)
+class IndexRecord:
+    """Where one iteration over the index sampler is.
+
+    ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
+    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out. Where
+    samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
+    """
+
+    first_batch: int = 0
+    handed_out: int = 0
+    birth: Moment | None = None
+    start: Moment | None = None
+    first: Moment | None = None
+    log: DrawLog = field(default_factory=DrawLog)
+    recent: deque[Any] = field(default_factory=deque)
+    epoch: int = 0
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexPlan:
+    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers."""
+
+    birth: Moment | None
+    start: Moment | None = None
+    first: Moment | None = None
+    position: int = 0
+    handed_out: int = 0
+    log: bytes = b""
+    recent: tuple[Any, ...] = ()
+    num_samples: int = 0
+
+
+def plan_from_state(
+    state: Mapping[str, Any], position: int, *, draws_again: bool = False, is_batched: bool | None = None
+) -> IndexPlan:
+    """Return the plan to resume at batch `position` from what `record_state` gave.
+
+    Args:
+        state: The record.
+        position: The batch to go on with.
+        draws_again: Whether the sampler is to draw the batches behind it anew, as it does without workers: there it
+            draws each right before its samples, from the same random states.
+        is_batched: Where samples are counted: whether an index batch holds the indices of several.
+    """
+    handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
+    again = recent[len(recent) - (handed_out - position) :]
+    num_again = 0 if is_batched is None else sum(len(batch) if is_batched else 1 for batch in again)
+    if draws_again and handed_out > position:
+        recent = recent[: len(recent) - (handed_out - position)]
+        handed_out, log = position, DrawLog(log).until(position).pack()
+    return IndexPlan(
+        birth=_moment(state["birth"]),
+        start=_moment(state["start"]),
+        first=_moment(state["first"]),
+        position=position,
+        handed_out=handed_out,
+        log=log,
+        recent=tuple(recent),
+        num_samples=state.get("num_samples", 0) - num_again,
+    )
+
+
+def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
+    """Return the plan for a new iteration whose workers are to go on from where they were."""
+    return IndexPlan(birth=_moment(state["birth"]))
+
+
+def record_state(record: IndexRecord) -> dict[str, Any]:
+    """Return a record as plain dicts, lists and tensors."""
+    moments = {name: getattr(record, name) for name in ("birth", "start", "first")}
+    return {
+        **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
+        "handed_out": record.handed_out,
+        "log": record.log.pack(),
+        "recent": pack_indices(list(record.recent)),
+        "num_samples": record.num_samples,
+    }
+
+
+def _moment(state: Mapping[str, Any] | None) -> Moment | None:
+    return None if state is None else Moment(**state)

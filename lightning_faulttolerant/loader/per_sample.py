@@ -1,0 +1,299 @@
+"""The second mode of worker randomness: every generator is seeded before each sample, so nothing is to be captured.
+
+What a sample draws follows from (seed, loader, epoch, the sample's place in the epoch) alone: it stays the same when
+the number of workers changes. ``collate_fn`` goes on from the seeds of its last sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+import random
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.state.generators import HeldGenerators
+
+_PLACE = struct.Struct("<QQQ")
+_SEEDS = struct.Struct("<QQQQ")
+_MASK = 2**64 - 1
+_SPREAD = 0x9E3779B97F4A7C15  # an odd number whose bits are spread well
+_MAX_TRIES = 4
+
+
+def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
+    """Return why the samples of `loader` can't be seeded one by one, or ``None`` if they can."""
+    if isinstance(loader.dataset, IterableDataset):
+        return (
+            "its data set is iterable and says itself what comes next in each worker, so that its samples have no place"
+            ' in the epoch to be seeded by; the states of its workers are saved as with worker_rng="capture"'
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SeededIndices:
+    """What is handed out in place of an index batch: also what the seeds of its samples follow from."""
+
+    seed: int
+    epoch: int
+    place: int
+    indices: Any
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleSeeds:
+    """What the seeds of a loader's samples follow from, besides their place.
+
+    Args:
+        seed: Of the whole run.
+        name: Of the loader: two loaders of one run draw different numbers.
+        num_begun: How many iterations over the loader were begun.
+    """
+
+    seed: int
+    name: str = ""
+    num_begun: int = field(default=0)
+
+    def begin(self, *, is_resumed: bool) -> int:
+        """Count an iteration that begins, but for one that goes on; return how many were begun before it."""
+        if not is_resumed or not self.num_begun:
+            self.num_begun += 1
+        return self.num_begun - 1
+
+    def of(self, batch: Any, *, epoch: int, place: int) -> SeededIndices:
+        """Return `batch` with what its samples' seeds follow from."""
+        own = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
+        return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch)
+
+    def seed_workers(self, generator: torch.Generator | None) -> None:
+        """Let the seed that torch draws for new workers be the same each time, whenever they are made."""
+        seed = self.of(None, epoch=0, place=0).seed
+        torch.default_generator.manual_seed(seed)
+        if generator is not None:
+            generator.manual_seed(seed)
+
+    def state_dict(self, *, num_begun: int | None = None) -> dict[str, int]:
+        """Return seed and count."""
+        return {"seed": self.seed, "num_begun": self.num_begun if num_begun is None else num_begun}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.seed, self.num_begun = state_dict["seed"], state_dict["num_begun"]
+
+
+class LoaderSeeds:
+    """The seeds of all loaders of a run, by place: they go on where a loader is made anew.
+
+    The run's seed is that of ``seed_everything``, else the one with which torch was started: nothing is drawn.
+    """
+
+    def __init__(self) -> None:
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        self._seed = (int(seed) if seed else torch.initial_seed()) & _MASK
+        self._seeds: dict[str, SampleSeeds] = {}
+
+    def of(self, place: str) -> SampleSeeds:
+        """Return those of the loader at `place`."""
+        return self._seeds.setdefault(place, SampleSeeds(seed=self._seed, name=place))
+
+    def resume_from(self, states: Mapping[str, Any]) -> None:
+        """Take the run's seed, and the counts, from the loaders' states by place."""
+        for place, state in states.items():
+            if "per_sample" in state:
+                self._seed = state["per_sample"]["seed"]
+                self.of(place).load_state_dict(state["per_sample"])
+        for seeds in self._seeds.values():
+            seeds.seed = self._seed
+
+
+class PerSampleDataset:
+    """Stands in for a loader's data set while torch makes an iterator, and for its ``collate_fn``.
+
+    In the main process the generators are put back behind each batch; a worker's are nobody else's.
+
+    Args:
+        dataset: The loader's own; every attribute is looked up on it.
+        collate_fn: The loader's own.
+        is_batched: Whether an index batch holds the indices of several samples.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._is_batched = is_batched
+        self._held: HeldGenerators | None = None
+        self._before: tuple[Any, ...] | None = None
+        self._current: SeededIndices | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker looks for the generators of its own copy.
+        return {**vars(self), "_held": None, "_before": None}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fetch(index) if isinstance(index, SeededIndices) else self._dataset[index]
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        """Return the samples of a batch, one after the other."""
+        if isinstance(indices, SeededIndices):
+            samples: list[Any] = self._fetch(indices)
+            return samples
+        return [self._dataset[index] for index in indices]
+
+    @contextlib.contextmanager
+    def stand_in(self, loader: DataLoader[Any], *, collates: bool) -> Iterator[None]:
+        """Stand in `loader` while an iterator is made that keeps what it finds; its own attributes come back."""
+        parts = vars(loader)
+        own = {name: parts[name] for name in ("dataset", "collate_fn")}
+        parts["dataset"] = self
+        if collates:
+            parts["collate_fn"] = self.collate
+        try:
+            yield
+        finally:
+            parts.update(own)
+
+    def init_worker(self) -> None:
+        """Let functions of the user's in this worker find their own data set."""
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # plain assignment is refused
+
+    def _fetch(self, batch: SeededIndices) -> Any:
+        if self._held is None:
+            self._held = HeldGenerators({"dataset": self._dataset, "collate_fn": self._collate_fn})
+        self._held.refresh()
+        if get_worker_info() is None:
+            self._before = (_global_states(), self._held.state_dict())
+        self._current = batch
+        try:
+            return self._take(batch)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _take(self, batch: SeededIndices) -> Any:
+        if not self._is_batched:
+            return self._sample(batch, batch.place, batch.indices)
+        return [self._sample(batch, batch.place + i, index) for i, index in enumerate(batch.indices)]
+
+    def _sample(self, batch: SeededIndices, place: int, index: Any) -> Any:
+        assert self._held is not None
+        for _ in range(_MAX_TRIES):
+            seeded = seed_generators(batch.seed, batch.epoch, place, self._held)
+            sample = self._dataset[index]
+            # An object may have made a generator just now, from a seed of its own: the sample is taken again.
+            if not self._has_more_than(seeded):
+                return sample
+        raise NotExactError(
+            f"{type(self._dataset).__name__} makes another random generator each time a sample is taken from it, and"
+            " keeps them all. They can't be seeded before the sample draws from them. Let it make them at its start,"
+            ' or use worker_rng="capture".'
+        )
+
+    def _has_more_than(self, seeded: Collection[str]) -> bool:
+        assert self._held is not None
+        self._held.refresh()
+        return len(self._held) > 0 and not self._held.generators().keys() <= set(seeded)
+
+    def collate(self, samples: Any) -> Any:
+        """Collate a batch as the user's function does, behind the seeds of its last sample."""
+        batch = self._current
+        if batch is None or self._held is None:  # somebody else's iteration beside the one that is followed
+            return self._collate_fn(samples)
+        self._current = None
+        try:
+            seeded = self._held.generators().keys()
+            collated = self._collate_fn(samples)
+            # The function may have made a generator, and may have changed its samples: both are taken again.
+            return self._collate_fn(self._take(batch)) if self._has_more_than(seeded) else collated
+        finally:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        if self._before is None:
+            return
+        (states, held), self._before = self._before, None
+        _set_global_states(states)
+        if held and self._held is not None:
+            self._held.load_state_dict(held)
+
+
+def seed_generators(seed: int, epoch: int, place: int, held: HeldGenerators) -> Collection[str]:
+    """Seed the global generators and those of `held` for one sample; return the paths of the latter."""
+    digest = hashlib.blake2b(_PLACE.pack(seed, epoch, place), digest_size=_SEEDS.size).digest()
+    for_python, for_numpy, for_torch, for_held = _SEEDS.unpack(digest)
+    random.seed(for_python)
+    numpy_random = _numpy_random()
+    if numpy_random is not None:
+        _seed_random_state(numpy_random, for_numpy)
+    torch.default_generator.manual_seed(for_torch)
+    if not len(held):
+        return ()
+    generators = held.generators()
+    for name, generator in generators.items():
+        # By its path: another process may have found more of them, or fewer.
+        _seed_generator(generator, for_held ^ zlib.crc32(name.encode()) * _SPREAD & _MASK)
+    return generators.keys()
+
+
+def _seed_generator(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "get_state"):
+        _seed_random_state(generator, seed)
+    else:
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+
+
+def _seed_random_state(random_state: Any, seed: int) -> None:
+    try:
+        random_state.seed(seed & 0xFFFFFFFF)  # an array of more bits would cost six times as much
+    except TypeError:  # its bits are not MT19937's
+        state = random_state.get_state(legacy=False)
+        fresh = getattr(_numpy_random(), state["bit_generator"])(seed).state
+        random_state.set_state({**state, **fresh, "has_gauss": 0, "gauss": 0.0})
+
+
+def _global_states() -> tuple[Any, ...]:
+    numpy_random = _numpy_random()
+    numpy_state = None if numpy_random is None else numpy_random.get_state(legacy=False)
+    return random.getstate(), numpy_state, torch.default_generator.get_state()
+
+
+def _set_global_states(states: tuple[Any, ...]) -> None:
+    python_state, numpy_state, torch_state = states
+    random.setstate(python_state)
+    numpy_random = _numpy_random()
+    if numpy_random is not None and numpy_state is not None:
+        numpy_random.set_state(numpy_state)
+    torch.default_generator.set_state(torch_state)
+
+
+@functools.cache
+def _numpy_random() -> ModuleType | None:
+    # Imported now rather than by the sample that first draws from it, which could not be seeded any more.
+    try:
+        return importlib.import_module("numpy.random")
+    except ImportError:
+        return None

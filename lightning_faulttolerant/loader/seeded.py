@@ -1,0 +1,76 @@
+"""A loader whose samples are seeded one by one: what its state is, and how its iterations are made and resumed.
+
+There is no worker's state in it, and no worker's turn: a resumed iteration begins with the next batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, plan_from_state, record_state
+from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.per_sample import PerSampleDataset, SampleSeeds
+
+
+class SeededSamples:
+    """Seeds the samples of one loader through its iterations.
+
+    Args:
+        loader: The user's.
+        seeds: What the seeds follow from.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seeds: SampleSeeds) -> None:
+        self._seeds = seeds
+        self._is_batched = loader.batch_sampler is not None
+        self._num_workers = loader.num_workers
+        self._had_workers = [loader.num_workers]  # of this process and of those before it, each number once
+        self.dataset = PerSampleDataset(loader.dataset, loader.collate_fn, is_batched=self._is_batched)
+
+    def begin(self, index_side: IndexSide, plan: IndexPlan | None, *, is_counted: bool) -> None:
+        """Note which iteration begins.
+
+        Args:
+            index_side: Its index sampler.
+            plan: How it is resumed.
+            is_counted: Whether it is one of those that are followed.
+        """
+        index_side.record.epoch = self._seeds.begin(is_resumed=plan is not None or not is_counted)
+        index_side.has_other_workers = len(self._had_workers) > 1
+
+    def make(
+        self, loader: DataLoader[Any], index_side: IndexSide, make_iterator: Callable[[], Iterator[Any]]
+    ) -> Iterator[Any]:
+        """Make torch's iterator over a data set that seeds before each sample; the loader's own attributes stay."""
+        stand_in = self.dataset.stand_in(loader, collates=not self._num_workers)
+        with index_side.opened_before(), stand_in:
+            self._seeds.seed_workers(loader.generator)
+            return make_iterator()
+
+    def state_dict(self, record: IndexRecord | None = None, consumed: int | None = None) -> dict[str, Any]:
+        """Return the position of the loader: in the iteration of `record`, or between iterations."""
+        num_begun = self._seeds.num_begun if record is None else record.epoch + 1
+        return {
+            "consumed": consumed,
+            "drop": 0,
+            "record": None if record is None else record_state(record),
+            "workers": None,
+            "per_sample": {**self._seeds.state_dict(num_begun=num_begun), "had_workers": list(self._had_workers)},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the seeds of `state_dict`; one of a loader whose samples were not seeded has none."""
+        state = state_dict.get("per_sample")
+        if state is not None:
+            self._seeds.load_state_dict(state)
+            self._had_workers = [self._num_workers, *(n for n in state["had_workers"] if n != self._num_workers)]
+
+    def plan(self, record: Mapping[str, Any], consumed: int) -> IndexPlan:
+        """Return the plan to go on behind `consumed` batches of `record`.
+
+        Where there never were workers, a batch that was fetched ahead is drawn by the sampler anew.
+        """
+        return plan_from_state(record, consumed, draws_again=not any(self._had_workers), is_batched=self._is_batched)
