@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
 _SAMPLED_ELEMENTS = 1024
@@ -52,8 +53,10 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: DataLoader[Any], *, is_per_sample: bool = False) -> dict[str, Any]:
+def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
     """Return what a loader's batches depend on: not on its workers, where each sample is seeded."""
+    if not isinstance(loader, DataLoader):  # of others nothing is known
+        return {"class": type(loader).__qualname__}
     workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
     if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
         is_per_sample = False
@@ -128,6 +131,8 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
         found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
+    if is_hugging_face(dataset):
+        return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, Dataset) and depth < _DEPTH:
             found[name] = _dataset(value, depth + 1)

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
 
 _log = logging.getLogger(__name__)
@@ -76,15 +76,16 @@ class Resume:
         self._report: ResumeReport | None = None
         self.is_pending = True
         if self._part is None:
-            self._without_our_part()
+            self._without_our_part(choice.checkpoint or {})
         else:
             self._read(self._part)
 
-    def _without_our_part(self) -> None:
+    def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
         self._not_exact.append(
             f"the checkpoint has no part of {KEY}: order of samples, random generators, metrics and logged values of"
             " the epoch start anew, as Lightning does"
         )
+        self._loaders.lightning_restores = any(loader_states(checkpoint))
 
     def _read(self, part: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
@@ -103,6 +104,7 @@ class Resume:
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
+        self._loaders.goes_on = "loaders" in self._state
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
@@ -117,6 +119,8 @@ class Resume:
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
         if "loops" in checkpoint:
+            if not self._state.get("loaders", {}).get("left"):
+                loader_states(checkpoint).clear()  # each loader's place is put back once, by us
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
     def begin(self) -> None:
