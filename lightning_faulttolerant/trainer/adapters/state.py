@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging, Timer
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
@@ -21,8 +21,10 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     averaged_models,
     averaging_state,
     load_averaging,
+    load_timer,
     removes_masks,
     swap_scheduler_again,
+    timer_state,
 )
 from lightning_faulttolerant.trainer.adapters.pruning import Pruning
 
@@ -51,6 +53,16 @@ class _LearningRates:
         callback.lrs = {name: _unpacked(values) for name, values in state["lrs"].items()}
         callback.last_momentum_values = dict(state["momentum"])
         callback.last_weight_decay_values = dict(state["weight_decay"])
+
+
+class _Times:
+    """Timer: it keeps the time of each stage, and begins anew at each start."""
+
+    def state_dict(self, trainer: Trainer, callback: Timer) -> dict[str, Any]:
+        return timer_state(callback)
+
+    def load_state_dict(self, trainer: Trainer, callback: Timer, state: Mapping[str, Any]) -> None:
+        load_timer(callback, state)
 
 
 class _Averaging:
@@ -97,6 +109,7 @@ def _held_metrics(callback: Callback) -> dict[str, nn.Module]:
 
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
     (Callback, _Metrics()),
+    (Timer, _Times()),
     (LearningRateMonitor, _LearningRates()),
     (StochasticWeightAveraging, _Averaging()),
     (ModelPruning, Pruning()),
