@@ -2,6 +2,13 @@
 
 Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
 the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
+
+A data set that keeps a state of its own from one iteration to the next, and can't say it, is refused: the last sample
+that is drawn again is another one, or, where none is drawn again (between two iterations, and before the first sample),
+an attribute has another value behind the first sample than it had in the iteration before. The latter sees whole
+numbers and short texts only, of the data set and of the data sets and samplers that it holds, and only from the second
+iteration of a process on. A state that is kept otherwise (in a file, a global, a list of samples left over), or that
+one iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -31,7 +39,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
 _OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
-                  "_way", "record", "on_begin", "on_end"})  # fmt: skip
+                  "_way", "_fresh", "_expected", "record", "on_begin", "on_end"})  # fmt: skip
 _PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
 
 Position = dict[str, Any]
@@ -42,7 +50,8 @@ class IterableRecord:
     """How far one iteration over an iterable data set is.
 
     ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
-    by the number of batches fetched.
+    by the number of batches fetched. ``remembered`` is what its data set kept in attributes behind its first sample; as
+    long as there is none, behind that of the iteration before.
     """
 
     way: str = _REPLAY
@@ -53,6 +62,7 @@ class IterableRecord:
     num_samples: int = 0
     num_batches: int = 0
     num_left: int = 0
+    remembered: Values | None = None
     last: Any = None
     digest: int | None = None
     has_ended: bool = False
@@ -69,6 +79,7 @@ class IterableRecord:
             "samples": self.num_samples,
             "digest": self.digest,
             "ended": self.has_ended,
+            "remembered": None if self.remembered is None else dict(self.remembered),
             "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
         }
 
@@ -103,6 +114,8 @@ class IterableSide(IterableDataset[Any]):
         self._is_begun = self._in_worker = False
         self._drawing: IterableRecord | None = None
         self._way: str | None = None
+        self._fresh: Values | None = None
+        self._expected: Values | None = None
         self.record = IterableRecord()
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[IterableRecord], None] = lambda record: None
@@ -131,7 +144,7 @@ class IterableSide(IterableDataset[Any]):
     def begin(self, plan: Position | None) -> IterableRecord:
         """Get ready for the next iteration in this process, resumed at `plan`."""
         self._plan, self._is_begun = plan, True
-        self.record = IterableRecord()
+        self.record = IterableRecord(remembered=self.record.remembered)
         return self.record
 
     def begin_in_worker(self, plan: Position | None) -> None:
@@ -142,8 +155,13 @@ class IterableSide(IterableDataset[Any]):
         if not (self._is_begun or self._in_worker):
             return _Samples(self, iter(self.user_dataset), None)
         if self._in_worker:
-            self.record = IterableRecord()
+            self.record = IterableRecord(remembered=self.record.remembered)
+        if self._fresh is None:
+            self._fresh = plain_values(self.user_dataset)
         plan, self._plan, self._is_begun = self._plan, None, False
+        if plan is not None:
+            self.record.remembered = plan["remembered"]
+            self._expected = None if plan["samples"] or plan["way"] == _DATASET else plan["remembered"]
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
@@ -245,9 +263,24 @@ class IterableSide(IterableDataset[Any]):
                 self.on_end(record)
             raise
         record.num_samples += 1
+        if record.num_samples == 1:
+            self._remember(record)
         record.num_left += 1
         record.last = sample
         return sample
+
+    def _remember(self, record: IterableRecord) -> None:
+        record.remembered = changed(self._fresh or {}, plain_values(self.user_dataset))
+        expected, self._expected = self._expected, None
+        if expected is None or expected == record.remembered:
+            return
+        name, kept = type(self.user_dataset).__name__, ", ".join(differences(expected, record.remembered))
+        reason = (
+            f"The iterable data set {name} keeps a state of its own from one iteration to the next: {kept}. Begun anew"
+            " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
+            " load_state_dict, or `set_epoch`; or pass strict=False."
+        )
+        refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Collate a batch as the user's function does, after noting that all its samples are drawn."""
@@ -273,7 +306,7 @@ class IterableSide(IterableDataset[Any]):
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
-        return between(self.record.position()) if self.record.way == _DATASET else None
+        return between(self.record.position())
 
     @property
     def user_epoch(self) -> int | None:
@@ -316,9 +349,10 @@ class _Samples(Iterator[Any]):
 
 def between(position: Position | None) -> Position | None:
     """Return what of `position` an iteration behind the one that it belongs to has to know."""
-    if position is None or position["way"] != _DATASET:
+    if position is None or (position["way"] != _DATASET and position["remembered"] is None):  # nothing was ever drawn
         return None
-    return {**position, "samples": None, "start": None, "first": None, "log": b""}
+    state = position["state"] if position["way"] == _DATASET else None
+    return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
 
 
 def _rebuilt(dataset: Any, strict: Any) -> IterableSide:

@@ -65,6 +65,7 @@ class WorkerSide:
         self._count = 0
         self._held: HeldGenerators | None = None
         self._not_exact: list[str] = []
+        self._num_said = 0
 
     @contextlib.contextmanager
     def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
@@ -110,8 +111,9 @@ class WorkerSide:
 
     def _say_not_exact(self) -> None:
         assert self.ring is not None
-        if self._not_exact:
+        if len(self._not_exact) > self._num_said:
             self.ring.say(self._worker, self._not_exact)
+            self._num_said = len(self._not_exact)
 
     def _end_iteration(self, record: IterableRecord) -> None:
         assert self.ring is not None
@@ -131,6 +133,7 @@ class WorkerSide:
         batch = self._collate_fn(samples)
         if self._worker >= 0 and self._per_sample is None:
             self._count += 1
+            self._say_not_exact()
             self._leave_state()
         return batch
 
