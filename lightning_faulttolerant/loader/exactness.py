@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 
 _log = logging.getLogger(__name__)
 
@@ -53,14 +55,18 @@ def why_not_exact(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
-    if hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
+    if keeps_own_position(loader):
+        reason = why_not_followed(loader)
+        if reason is not None:
+            return reason
+    elif hasattr(loader, "state_dict"):
+        return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
+    if any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
         return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
     return None
 
 
-def _is_of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
+def _is_torchs_iterator(value: object) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data", "torchdata."))

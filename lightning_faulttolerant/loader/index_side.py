@@ -230,9 +230,10 @@ class IndexSide:
     def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
         """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
         known = plan.handed_out - len(plan.recent)
-        indices = rest_of(self._sampler, known) if known and not plan.log and not self.may_draw else None
+        indices = rest_of(self._sampler, known - 1) if known and not plan.log and not self.may_draw else None
         if indices is None:
             return None
+        next(indices, None)  # what it draws when it begins, it draws now, even where nothing is given again
         replayed = list(islice(indices, len(plan.recent)))
         if pack_indices(replayed) != pack_indices(list(plan.recent)):
             _log.info("%s is run through: skipping it did not give its last batches.", type(self._sampler).__name__)
@@ -319,7 +320,8 @@ class _IndexIterator(Iterator[Any]):
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
-        self.open()
+        if not self._is_open:
+            self.open()
         record, seeds = self._record, self._side.seeds
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1

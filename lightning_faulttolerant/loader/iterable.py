@@ -7,13 +7,12 @@ A data set that keeps a state of its own from one iteration to the next, and can
 that is drawn again is another one, or, where none is drawn again (between two iterations, and before the first sample),
 an attribute has another value behind the first sample than it had in the iteration before. The latter sees whole
 numbers and short texts only, of the data set and of the data sets and samplers that it holds, and only from the second
-iteration of a process on. A state that is kept otherwise (in a file, a global, a list of samples left over), or that
-one iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
+iteration of a process on. A state that is kept otherwise (in a file, a global, samples left over), or that one
+iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import pickle
 from collections import deque
@@ -22,13 +21,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.plain_state import has_state
 from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -40,7 +40,6 @@ _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
 _OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
                   "_way", "_fresh", "_expected", "record", "on_begin", "on_end"})  # fmt: skip
-_PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
 
 Position = dict[str, Any]
 
@@ -229,17 +228,17 @@ class IterableSide(IterableDataset[Any]):
         message = (
             f"Begun again from the same random states, the iterable data set {name} gives another sample {num_samples}"
             " than before: it keeps a state of its own, for instance a counter of epochs in __iter__, or its data"
-            " changed. Its samples would differ from the uninterrupted run. Give it state_dict and load_state_dict, or"
-            " `set_epoch`; or pass strict=False."
+            " changed, or was drawn when it was built. Its samples would differ from the uninterrupted run. Give it"
+            " state_dict and load_state_dict, or `set_epoch`, or a seed; or pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
             self._way = _REPLAY
-            if not (type(self.user_dataset).__module__ or "").startswith("datasets."):  # it refills its shuffle buffer
-                found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
-                self._way = next((way for way, value in found if _has_state(value)), _REPLAY)
+            found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
+            if not any(refills_its_buffer(value) for _, value in found):
+                self._way = next((way for way, value in found if has_state(value)), _REPLAY)
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
@@ -258,8 +257,7 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended = True
                 self._note_draws(record)
-                if record.num_left:
-                    record.digest = sample_digest(record.last)
+                self._note_last(record)
                 self.on_end(record)
             raise
         record.num_samples += 1
@@ -291,9 +289,8 @@ class IterableSide(IterableDataset[Any]):
 
     def _note_batch(self, record: IterableRecord) -> None:
         self._note_draws(record)
-        if record.num_left:
-            record.digest, record.last = sample_digest(record.last), None
-        record.num_left = 0
+        self._note_last(record)
+        record.num_left, record.last = 0, None
         record.num_batches += 1
         if not self._in_worker:
             record.positions.append((record.num_batches, record.position()))
@@ -303,6 +300,11 @@ class IterableSide(IterableDataset[Any]):
             at, before = record.batch_begun
             record.log.note(at, before, self._moment().states())
             record.batch_begun = None
+
+    def _note_last(self, record: IterableRecord) -> None:
+        # Now: the training may change a sample that it has been given.
+        if record.num_left and record.way == _REPLAY:
+            record.digest = sample_digest(record.last)
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
@@ -363,24 +365,3 @@ def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
 
 def _moment(state: Mapping[str, Any] | None) -> Moment | None:
     return None if state is None else Moment(**state)
-
-
-def _has_state(value: Any) -> bool:
-    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
-    if not all(callable(method) for method in methods) or _num_required(methods[0]) or _num_required(methods[1]) != 1:
-        return False
-    return _is_plain(methods[0]())  # type: ignore[misc]
-
-
-def _num_required(method: Any) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _is_plain(child) for key, child in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(child) for child in value)
-    return isinstance(value, _PLAIN)

@@ -6,15 +6,19 @@ cycled, beside a loader without a length), so what belongs to one run is kept to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
+from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerState
+
+_KEPT_STATES = 4  # the trainer is at most one batch behind what has come out
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +33,7 @@ class Iteration:
         num_out: How many batches have come out since the epoch's beginning, those before a resume included.
         iterable: Where its iterable data set is, in this process.
         number: The how-manieth of its workers it is.
+        dataset: Its data set in this process, if that keeps a state which is to be known.
     """
 
     record: IndexRecord
@@ -38,6 +43,24 @@ class Iteration:
     num_out: int = 0
     iterable: IterableRecord | None = None
     number: int = 0
+    dataset: Any = None
+    dataset_states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
+
+    def __post_init__(self) -> None:
+        self._note()
+
+    def count(self) -> None:
+        """Count a batch that has come out."""
+        self.num_out += 1
+        self._note()
+
+    def _note(self) -> None:
+        if self.dataset is not None:
+            self.dataset_states.append((self.num_out, state_of(self.dataset)))
+
+    def dataset_state_after(self, num_batches: int) -> Any:
+        """Return the state of `dataset` behind the first `num_batches`, one of the last that have come out."""
+        return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
 
 class CountedBatches(Iterator[Any]):
@@ -78,7 +101,7 @@ class CountedBatches(Iterator[Any]):
             if self._num_heard:
                 self._num_heard -= 1
                 self._hear()
-        self._iteration.num_out += 1
+        self._iteration.count()
         return batch
 
     def _hear(self) -> None:

@@ -39,6 +39,7 @@ class WorkerSide:
         default_init: Called in place of a missing `worker_init_fn`.
         iterable: What stands in for an iterable data set.
         leaves_rest: Whether samples that are too few for a whole batch make one.
+        has_state: Whether the state that a map-style data set keeps is to go on, too.
         per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
     """
 
@@ -50,6 +51,7 @@ class WorkerSide:
         default_init: Callable[[int], None] | None,
         iterable: IterableSide | None = None,
         leaves_rest: bool = True,
+        has_state: bool = False,
         per_sample: PerSampleDataset | None = None,
     ) -> None:
         self._per_sample = per_sample
@@ -61,6 +63,7 @@ class WorkerSide:
         self.resume_from: Sequence[WorkerState] | None = None
         self.strict = True
         self._leaves_rest = leaves_rest
+        self._has_state = has_state
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
@@ -94,6 +97,8 @@ class WorkerSide:
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
             self._resume(self.resume_from[worker_id], self._held)
+            if self._has_state:
+                self._dataset().load_state_dict(self.resume_from[worker_id]["dataset"])
         if self.iterable is not None:
             self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
             self.iterable.not_exact = self._not_exact
@@ -140,17 +145,21 @@ class WorkerSide:
     def state_bytes(self, dataset: Any) -> int:
         """Return about how long a worker's state will be, from the main process's copy of the data set."""
         held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn})
-        return len(_pack(held))
+        return len(_pack(held, dataset=dataset if self._has_state else None))
 
     def _roots(self) -> Mapping[str, Any]:
+        return {"dataset": self._dataset(), "collate_fn": self._collate_fn}
+
+    def _dataset(self) -> Any:
         info = get_worker_info()
-        return {"dataset": None if info is None else info.dataset, "collate_fn": self._collate_fn}
+        return None if info is None else info.dataset
 
     def _leave_state(self) -> None:
         assert self.ring is not None
         assert self._held is not None
         self._held.refresh()  # objects often make their generator when they are first used
-        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable))
+        dataset = self._dataset() if self._has_state else None
+        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset))
 
     def _handle_signals(self) -> None:
         # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
@@ -172,10 +181,12 @@ def unpack_worker_state(blob: bytes) -> WorkerState:
     return state
 
 
-def _pack(held: HeldGenerators, iterable: IterableSide | None = None) -> bytes:
+def _pack(held: HeldGenerators, iterable: IterableSide | None = None, dataset: Any = None) -> bytes:
     state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
+    if dataset is not None:
+        state["dataset"] = dataset.state_dict()
     return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
 
 

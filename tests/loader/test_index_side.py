@@ -343,7 +343,7 @@ class Equipped(Counting):
 
 
 def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """A sampler that began with a generator that is gone can't be begun again: announced if not strict."""
+    """A sampler that began with a generator that is not there any more can't be begun again: said if not strict."""
     side, indices = begin(Equipped(rng=random.Random(1)))
     for _ in range(3):
         next(indices)
