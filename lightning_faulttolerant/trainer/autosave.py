@@ -99,6 +99,7 @@ class Autosaver:
 
     def make_part_for(self, save: HookSave) -> dict[str, Any]:
         """Return our part of a checkpoint that somebody else asks for."""
+        self._run_state.files.flush()
         more = {"instead": save.instead, "before_validation": save.before_validation}
         return {
             **self.make_part(save.position, save.state),
@@ -133,6 +134,7 @@ class Autosaver:
         is_first = self._saved_step is None
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
+        self._run_state.files.flush()
         path = self._series.save(
             checkpoint, epoch=position.epoch, batch=position.batch, global_step=position.global_step
         )
@@ -149,7 +151,8 @@ def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]
     checkpoint["callbacks"] = instead["callbacks"]
-    weights = checkpoint["state_dict"]
+    # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
+    weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in weights})
     weights.update(instead["extra"])
     checkpoint["lr_schedulers"] = instead["schedulers"]

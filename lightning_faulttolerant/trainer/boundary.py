@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
@@ -80,12 +82,12 @@ class Boundary:
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
         signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is None or self.capture is None or not self.has_current_capture():
-            self._stop.fetch_began = time.monotonic()
-            return
-        with self._stop.saving():
-            self._autosaver.save_capture(self.capture)
-        raise stopped_by(signum, str(self.capture.position))
+        if signum is not None and self.capture is not None:
+            with self._stop.saving():
+                is_saved = self._save_capture(self.capture)
+            if is_saved:
+                raise stopped_by(signum, str(self.capture.position))
+        self._stop.fetch_began = time.monotonic()
 
     def save_interrupted(self) -> bool:
         """Save what can be saved of a run that an exception ended; return whether a state was saved.
@@ -95,19 +97,25 @@ class Boundary:
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
-        if self.capture is None or self.capture.position == self._autosaver.saved or not self.has_current_capture():
+        if self.capture is None or self.capture.position == self._autosaver.saved:
             return False
-        self._autosaver.save_capture(self.capture)
-        return True
+        return self._save_capture(self.capture)
 
-    def has_current_capture(self) -> bool:
-        """Return whether there is a capture that may be saved.
+    def _save_capture(self, capture: Capture) -> bool:
+        """Save `capture`, if what it needs of now is as it was then; return whether it was saved.
 
-        None is where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
+        It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """
-        if self.capture is None or overrides_save_hook(self._trainer):
+        if overrides_save_hook(self._trainer):
             return False
-        return self.capture.is_current(self._trainer)
+        as_they_are: AbstractContextManager[None] = nullcontext()
+        swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []
+        for weights in (as_they_are, *swapped_back):
+            with weights:
+                if capture.is_current(self._trainer):
+                    self._autosaver.save_capture(capture)
+                    return True
+        return False
 
     def _is_waiting_for_workers(self) -> bool:
         # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.

@@ -77,6 +77,7 @@ class FaultTolerance(Callback):
             strict=strict,
             worker_rng=worker_rng,
         )
+        self._log: Any = None
         self._session: Session | None = None
         self._last_report: ResumeReport | None = None
         self.is_from_environment = False
@@ -86,9 +87,22 @@ class FaultTolerance(Callback):
         """What the last ``fit`` restored, or ``None`` if it started from the beginning."""
         return self._session.report if self._session is not None else self._last_report
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take over the fit, unless it is one that is nobody's training."""
-        if stage != "fit" or is_switched_off() or not self._is_in_charge(trainer):
+    @property
+    def log(self) -> Any:
+        """The module's ``log``, which Lightning gives to each callback."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Any) -> None:
+        # That is the first thing of a run. By the time of setup loggers have begun new files, and removed old ones.
+        self._log = log
+        trainer = log.__self__.trainer
+        if trainer.state.fn == "fit":
+            self._begin(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Begin a fit, unless it is one that is nobody's training."""
+        if is_switched_off() or not self._is_in_charge(trainer):
             return
         _check_supported(trainer)
         if compat.is_nobodys_training(trainer):
@@ -97,7 +111,16 @@ class FaultTolerance(Callback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         self._session = Session(trainer, self._options)
-        self._session.open(self)
+        self._session.begin()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take over the fit."""
+        if stage != "fit":
+            return
+        if self._session is None or self._session.is_open:  # a Lightning that does not give callbacks the log
+            self._begin(trainer)
+        if self._session is not None and not self._session.is_open:
+            self._session.open(self)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""

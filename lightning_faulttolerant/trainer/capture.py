@@ -27,7 +27,10 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
+from lightning_faulttolerant.trainer.monitors.states import load_monitors, monitors_state
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -41,6 +44,7 @@ PARTS = {
     "metrics": "metrics",
     "results": "logged values",
     "flags": "training and frozen flags",
+    "callbacks": "what callbacks keep and do not save",
     "trainer": "trainer attributes",
 }
 
@@ -67,6 +71,9 @@ class Capture:
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
+        num_groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        if num_groups != [len(groups) for groups in self.param_groups]:
+            return False  # a BaseFinetuning has unfrozen something
         return self.marks.unmoved(moving_tensors(trainer))
 
 
@@ -76,11 +83,13 @@ class RunState:
     Args:
         trainer: Whose run it is.
         loaders: Its loaders.
+        files: What it has written beside its autosaves.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders) -> None:
+    def __init__(self, trainer: Trainer, loaders: Loaders, files: RunFiles) -> None:
         self._trainer = trainer
         self._loaders = loaders
+        self.files = files
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
@@ -111,7 +120,10 @@ class RunState:
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
+            "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
+            "files": self.files.state_dict(),
+            "monitors": monitors_state(trainer),
         }
 
     def _is_iterating(self, position: Position) -> bool:
@@ -128,12 +140,15 @@ class RunState:
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
+            "callbacks": lambda part: load_callbacks(trainer, named_callbacks(compat.callbacks(trainer)), part),
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": lambda part: load_gradients(module, part),
             "buffers": lambda part: load_buffers(module, part),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
+            "files": lambda part: self.files.load_state_dict(part),
+            "monitors": lambda part: load_monitors(trainer, part),
             "held": self._load_held,
             "rng": lambda part: set_rng_state(part),
         }
@@ -175,8 +190,8 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
 
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that an optimizer step changes: parameters and optimizer states."""
-    tensors: list[Tensor] = list(trainer.lightning_module.parameters())
+    """Return what a dump of Lightning's takes as it is then: parameters, optimizer states, averaged weights."""
+    tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

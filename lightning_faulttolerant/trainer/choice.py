@@ -38,6 +38,8 @@ class Choice:
     checkpoint: dict[str, Any] | None = None
     sets_aside: str | None = None
     """Autosaves of this run that it leaves, to be set aside once it has begun."""
+    autosave: str | None = None
+    """The newest autosave of this run, where that is not what the fit starts from."""
 
     @property
     def part(self) -> Mapping[str, Any] | None:
@@ -74,8 +76,8 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours)
     if is_newest:
         rank_zero_info(f"{path} is further on than the autosave {newest}.")
-        return Choice(path=_as_given(given), origin=ours[KEY]["origin"])
-    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest))
+        return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=str(newest))
+    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest), autosave=str(newest))
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:

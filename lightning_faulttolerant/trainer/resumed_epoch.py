@@ -21,6 +21,7 @@ from lightning_faulttolerant.trainer.position import (
     VALIDATION,
     VALIDATION_END,
 )
+from lightning_faulttolerant.trainer.progress_bar import begin_next
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -93,13 +94,13 @@ class ResumedEpoch:
 
     def end(self, original: Callable[[], None]) -> None:
         """Stand in for the fit loop's ``on_advance_end``: of the hooks at the end of the epoch, call those owed."""
-        if not self._is_ending:
+        if self._is_ending:
+            callbacks, module = self._behind()
+            with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):
+                original()
+        else:
             original()
-            return
-        self._is_ending = False
-        callbacks, module = self._behind()
-        with compat.only(self._trainer, "on_train_epoch_end", callbacks, module=module):
-            original()
+        begin_next(self._trainer)
 
     def _call(self, hook: str, *args: Any) -> None:
         callbacks, module = self._behind()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lightning_faulttolerant.checkpoint.lock import RunLock
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,11 @@ class Run:
         self.num_open += 1
         return AutosaveSeries(self.directory / f"fit-{self.num_fits}", keep_last=keep_last)
 
+    def later_autosaves(self) -> list[Path]:
+        """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
+        later = (directory for directory in self.directory.glob("fit-*") if _number(directory) > self.num_fits)
+        return [path for directory in later for path in AutosaveSeries(directory).paths()[-1:]]
+
     def end_fit(self) -> None:
         """Note that a fit came to its end."""
         self.num_open -= 1
@@ -111,13 +117,19 @@ def open_run(dirpath: Path, run_id: str) -> Run:
 
     Raises:
         RunInUseError: If another process has it.
-        OSError: If the directory can't be written.
+        CheckpointError: If the directory can't be written.
     """
     directory = (dirpath / run_id).resolve()
     run = _runs.get(directory)
     if run is None or run.process_id != os.getpid():
-        directory.mkdir(parents=True, exist_ok=True)
-        run = _runs[directory] = Run(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            run = _runs[directory] = Run(directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."
+                " Pass FaultTolerance(dirpath=...) a directory that can be written."
+            ) from error
     return run
 
 

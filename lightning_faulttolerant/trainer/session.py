@@ -13,13 +13,16 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_faulttolerant.errors import CheckpointError, TrainingStopped
+from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.environment import is_manual
+from lightning_faulttolerant.trainer.files.compat import given_checkpoint
+from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
@@ -52,30 +55,41 @@ class Session:
         self._trainer = trainer
         self._options = options
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
-        self._run: Run = _open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
         is_per_sample = options.worker_rng == "per_sample"
         self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = Patches()
+        self._files = RunFiles(trainer, self._patches)
         self._choice: Choice | None = None
+        self._has_started = False
+        self.is_open = False
         self._resume: Resume | None = None
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
-        self._warned_of: set[str] = set()
 
     @property
     def report(self) -> ResumeReport | None:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
+    def begin(self) -> None:
+        """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
+        given = given_checkpoint(self._trainer)
+        if given is not None:
+            self._choice = choose(self._trainer, self._series, given[0], self._options)
+            go_on_in_files(self._files, self._run, self._choice)
+
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
         pass_over_idle_hooks(callback, self._patches)
+        self.is_open = True
+        self._files.follow()
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
@@ -151,10 +165,12 @@ class Session:
 
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._choice is not None:  # a finder saves and restores its own checkpoint inside the fit
+            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
                 original(checkpoint_path, *args, **kwargs)
                 return
-            self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
+            self._has_started = True
+            if self._choice is None:
+                self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
             if self._choice.checkpoint is None:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
@@ -173,6 +189,7 @@ class Session:
             self._choice,
             self._loaders,
             self._fingerprint,
+            self._files,
             strict=self._options.strict,
             nearest=self._choice.sets_aside,
         )
@@ -185,10 +202,6 @@ class Session:
         assert self._hook_saves is not None
         hook, saver = compat.running_hook(self._trainer)
         save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
-        if save.inexact and hook not in self._warned_of:
-            self._warned_of.add(hook)
-            reasons = "; ".join(save.inexact)
-            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
         return self.autosaver.make_part_for(save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
@@ -210,7 +223,7 @@ class Session:
     def _begin(self) -> None:
         """Begin the fit's real work: whatever a finder did before is over."""
         self._stop.install(compat.original_handlers(self._trainer))
-        self._run_state = RunState(self._trainer, self._loaders)
+        self._run_state = RunState(self._trainer, self._loaders, self._files)
         self._hook_saves = HookSaves(self._trainer, self._run_state)
         self._fingerprint.settings()
         if self._resume is not None:
@@ -385,13 +398,3 @@ class Session:
             self._loaders.begin_fetch()
 
         return before_fetch
-
-
-def _open_run(dirpath: Path, run_id: str) -> Run:
-    try:
-        return open_run(dirpath, run_id)
-    except OSError as error:
-        raise CheckpointError(
-            f"The autosaves of this run can't be written to {dirpath / run_id}: {error}. Nothing could be resumed."
-            " Pass FaultTolerance(dirpath=...) a directory that can be written."
-        ) from error

@@ -56,6 +56,13 @@ def test_crash_during_the_resume_itself(hook: str) -> None:
         assert_resumes_exactly(fit, with_crash, options={"every_n_train_steps": 1})
 
 
+@pytest.mark.parametrize("kill", [3, 10])
+def test_killed_again_before_another_autosave(kill: int) -> None:
+    """A run goes on from the autosave at a resume's first boundary, before which no index was drawn, as from any."""
+    costs = assert_resumes_exactly(fit_net, [KillAt(kill), KillAt(1)], options={"every_n_train_steps": 1 + kill % 8})
+    assert len({(cost.epoch, cost.batch) for cost in costs}) == 1
+
+
 @pytest.mark.parametrize("hook", ["on_load_checkpoint", "on_train_start"])
 def test_resume_after_a_crash_during_the_resume(hook: str, tmp_path: Path) -> None:
     """So the third process does what the uninterrupted run does."""

@@ -1,0 +1,144 @@
+"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+# Each with what breaks without it.
+TRAINER_SEAMS = {"_run": "going on in the version that a logger had, with the files that ModelCheckpoint has there"}
+EPOCH_LOOP_SEAMS = {"_batches_that_stepped": "TensorBoard drops what was logged behind the resumed step"}
+MODEL_CHECKPOINT_SEAMS = {
+    "_last_global_step_saved": "a step that was saved before the interruption is saved again behind it",
+    "_last_checkpoint_saved": "save_last='link' and save_last behind a resume",
+    "_defer_save_until_validation": "a save that waits for a validation run, across an interruption",
+    "_last_time_checked": "train_time_interval behind a resume",
+    "_train_time_interval": "a resume from a file that train_time_interval had saved",
+    "_save_topk_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
+    "_save_last_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
+}
+SAVE_TOPK, SAVE_LAST = "_save_topk_checkpoint", "_save_last_checkpoint"
+LOGGER_SEAMS = {
+    "_version": "a logger goes on in the version that it had",
+    "_get_next_version": "a version that somebody named is told from one that was taken",
+    "_experiment": "a logger adds to the files that it had",
+}
+TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged behind the resumed step"}
+CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
+
+_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:
+    """Return the ``ckpt_path`` that Lightning has chosen for the fit that begins, or ``None`` if that can't be known.
+
+    It is nowhere but in a variable of ``Trainer._run`` until loggers have begun their files and callbacks are set up.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer and "ckpt_path" in frame.f_locals:
+            return (frame.f_locals["ckpt_path"],)
+        frame = frame.f_back
+    return None
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step that the next values will be logged with."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return what a ModelCheckpoint keeps of its last save and does not put into its own state."""
+    checked = callback._last_time_checked
+    return {
+        "current_score": callback.current_score,
+        "seconds": None if checked is None else time.monotonic() - checked,
+        "attributes": {name: getattr(callback, name) for name in _ATTRIBUTES},
+    }
+
+
+def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
+    """Return the same and its own state, from which its `hook`, called again, does again what it is about to do."""
+    own = callback.state_dict()
+    own["best_k_models"] = dict(own["best_k_models"])
+    state = {**model_checkpoint_state(callback), "own": own}
+    if hook == "on_train_batch_end" and callback._train_time_interval is not None:
+        state["seconds"] = callback._train_time_interval.total_seconds()  # it was due, and is due again
+    return state
+
+
+def as_saved(attributes: Mapping[str, Any], path: str, step: int) -> dict[str, Any]:
+    """Return `attributes` of `model_checkpoint_state` as they are once `path` has been written."""
+    return {**attributes, "_last_global_step_saved": step, "_last_checkpoint_saved": path}
+
+
+def saved_last_at(callback: ModelCheckpoint) -> int:
+    """Return the optimizer step of the last save."""
+    return callback._last_global_step_saved
+
+
+def load_model_checkpoint(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
+    """Put back what `model_checkpoint_state` or `model_checkpoint_state_to_save_again` gave."""
+    for name, value in state.get("own", {}).items():
+        if name != "dirpath":
+            setattr(callback, name, value)
+    callback.current_score = state["current_score"]
+    callback._last_time_checked = None if state["seconds"] is None else time.monotonic() - state["seconds"]
+    for name, value in state["attributes"].items():
+        setattr(callback, name, value)
+
+
+FileLogger = CSVLogger | TensorBoardLogger
+
+
+def has_begun(logger: FileLogger) -> bool:
+    """Return whether a logger has begun its files."""
+    return logger._experiment is not None
+
+
+def takes_next_version(logger: FileLogger) -> bool:
+    """Return whether a logger has, or will take, the version behind those that are there: nobody has named one."""
+    return logger._version is None or logger._version == logger._get_next_version() - has_begun(logger)
+
+
+def set_version(logger: FileLogger, version: int | str) -> None:
+    """Let a logger go on in another version than the one that it has, or would take."""
+    logger._version = version
+
+
+class _GoesOn(ExperimentWriter):
+    """Is made without removing the metrics that are there."""
+
+    def _check_log_dir_exists(self) -> None:
+        return
+
+
+def go_on_in_csv(logger: CSVLogger, columns: list[str]) -> None:
+    """Let a logger add to the metrics of its version; those that it was about to add elsewhere are dropped."""
+    before = logger._experiment
+    writer: ExperimentWriter = _GoesOn(log_dir=logger.log_dir)
+    writer.__class__ = ExperimentWriter  # nothing of ours stays behind
+    writer.metrics_keys = list(columns)
+    if isinstance(before, ExperimentWriter):
+        writer.hparams.update(before.hparams)
+    logger._experiment = writer
+
+
+def go_on_in_tensorboard(logger: TensorBoardLogger, purge_step: int | None) -> None:
+    """Begin a logger's next event file; TensorBoard drops events of those before it from `purge_step` on."""
+    kwargs = logger._kwargs
+    if logger._experiment is not None:
+        logger._experiment.close()
+        logger._experiment = None
+    logger._kwargs = kwargs if purge_step is None else {**kwargs, "purge_step": purge_step}
+    try:
+        _ = logger.experiment
+    finally:
+        logger._kwargs = kwargs

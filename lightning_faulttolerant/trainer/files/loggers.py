@@ -1,0 +1,213 @@
+"""Loggers that write files: a run that resumes goes on in the version that it had, behind what was logged by then.
+
+This is the one place where something is set on a user's object for good: the logger's version.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_faulttolerant.trainer.files import compat
+from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
+from lightning_faulttolerant.trainer.patches import Patches
+
+FileLogger = compat.FileLogger
+
+
+class _Follower(Protocol):
+    """Knows how much a logger has logged so far, without a look at its files."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+
+    def flush(self) -> None:
+        """See to it that all of it is in the files."""
+
+
+class LoggerFiles:
+    """The files of a trainer's loggers: those of CSVLogger and TensorBoardLogger; others are left alone.
+
+    Args:
+        trainer: Whose loggers.
+        patches: What takes our counting off the loggers again.
+    """
+
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        self._trainer = trainer
+        self._patches = patches
+        self._followers: dict[int, tuple[dict[str, Any], _Follower]] = {}
+        self.notes: list[str] = []
+        """What a user should know of loggers that could not go on."""
+
+    def resume(self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = ()) -> None:
+        """Let each logger go on in its version; to be called before the loggers begin their files.
+
+        Args:
+            states: What `state_dict` gave.
+            kept: Directories in which nothing of what was logged since is dropped; ``None``: in any.
+        """
+        loggers = dict(self._keyed())
+        for state in states:
+            logger = loggers.get(state["key"])
+            if logger is None:
+                self.notes.append(f"there is no {state['key']} any more, which logged to {state['log_dir']}")
+            elif self._goes_on(logger, state):
+                cuts = kept is not None and state["log_dir"] not in kept
+                _resume(logger, state, cuts=cuts, notes=self.notes)
+
+    def _goes_on(self, logger: FileLogger, state: Mapping[str, Any]) -> bool:
+        """Return whether the logger goes on in the version that it had, which it then has again."""
+        key, root = state["key"], _absolute(logger.root_dir)
+        if root != state["root_dir"]:
+            self.notes.append(f"{key} logs to {root} now; what was logged so far is in {state['log_dir']}")
+            return False
+        if not compat.takes_next_version(logger) and logger.version != state["version"]:
+            self.notes.append(
+                f"{key} was given version {logger.version!r}; what was logged so far is in {state['log_dir']}"
+            )
+            return False
+        if not get_filesystem(state["log_dir"]).isdir(state["log_dir"]):
+            self.notes.append(f"{key} begins anew: {state['log_dir']} is gone")
+            return False
+        if compat.has_begun(logger) and logger.version != state["version"]:
+            self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it goes on in {state['log_dir']}")
+        compat.set_version(logger, state["version"])
+        return True
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return how much each logger that has begun its files has logged so far."""
+        states = []
+        for key, logger in self._keyed():
+            if not compat.has_begun(logger):
+                continue
+            if id(logger) not in self._followers:
+                self._followers[id(logger)] = (_identity(key, logger), self._follow(logger))
+            identity, follower = self._followers[id(logger)]
+            states.append({**identity, **follower.state_dict()})
+        return states
+
+    def flush(self) -> None:
+        """Write what loggers keep in memory: a resume needs all that was logged before the autosave."""
+        for _, follower in self._followers.values():
+            follower.flush()
+
+    def _follow(self, logger: FileLogger) -> _Follower:
+        if isinstance(logger, CSVLogger):
+            return _CSVRows(logger, self._patches)
+        return _TensorBoardSteps(logger, self._patches, self._trainer)
+
+    def _keyed(self) -> Iterator[tuple[str, FileLogger]]:
+        """Yield the file loggers by class and number among those of that class."""
+        if not self._trainer.is_global_zero:
+            return
+        numbers: dict[str, int] = {}
+        for logger in self._trainer.loggers:
+            if isinstance(logger, (CSVLogger, TensorBoardLogger)) and _has_lightnings_files(logger):
+                name = type(logger).__qualname__
+                yield f"{name}#{numbers.setdefault(name, 0)}", logger
+                numbers[name] += 1
+
+
+class _CSVRows:
+    """Counts the rows that a CSVLogger has logged, and their columns."""
+
+    def __init__(self, logger: CSVLogger, patches: Patches) -> None:
+        self._logger = logger
+        self._writer = logger.experiment
+        file = MetricsFile(self._writer.metrics_file_path)
+        self._num_rows = file.num_rows()
+        self._columns = tuple(file.columns())
+        for row in self._writer.metrics:
+            self._add(row)
+        patches.wrap(self._writer, "log_metrics", self._wrap)
+
+    def _wrap(self, original: Any) -> Any:
+        def log_metrics(metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+            original(metrics, *args, **kwargs)
+            self._add(self._writer.metrics[-1])
+
+        return log_metrics
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        self._num_rows += 1
+        if not row.keys() <= set(self._columns):
+            self._columns = tuple(sorted({*self._columns, *row}))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_rows": self._num_rows, "columns": list(self._columns)}
+
+    def flush(self) -> None:
+        if self._writer.metrics:
+            self._logger.save()
+
+
+# By logger, across the fits of a process: one that shares its logger must not drop what an earlier one has logged.
+_last_steps: weakref.WeakKeyDictionary[TensorBoardLogger, int] = weakref.WeakKeyDictionary()
+
+
+class _TensorBoardSteps:
+    """Knows the highest step that a TensorBoardLogger has logged, pictures and histograms of users' included."""
+
+    def __init__(self, logger: TensorBoardLogger, patches: Patches, trainer: Trainer) -> None:
+        self._logger = logger
+        self._trainer = trainer
+        self._last_step = _last_steps.get(logger, -1)
+        self._logged = True
+        writer = getattr(logger.experiment, "file_writer", None)
+        if writer is not None:
+            patches.wrap(writer, "add_event", self._wrap)
+
+    def _wrap(self, original: Any) -> Any:
+        def add_event(event: Any, step: Any = None, walltime: Any = None) -> None:
+            original(event, step, walltime)
+            self._logged = True
+            if step is not None and step > self._last_step:
+                self._last_step = _last_steps[self._logger] = int(step)
+
+        return add_event
+
+    def state_dict(self) -> dict[str, Any]:
+        # What an earlier run has logged to the same directory, below the step at which this one begins, stays too.
+        return {"purge_step": max(self._last_step + 1, compat.logged_step(self._trainer))}
+
+    def flush(self) -> None:
+        if self._logged:
+            self._logged = False
+            self._logger.experiment.flush()
+
+
+def _identity(key: str, logger: FileLogger) -> dict[str, Any]:
+    log_dir, root_dir = _absolute(logger.log_dir), _absolute(logger.root_dir)
+    return {"key": key, "version": logger.version, "root_dir": root_dir, "log_dir": log_dir}
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(os.path.expanduser(os.path.expandvars(path)))
+
+
+def _has_lightnings_files(logger: FileLogger) -> bool:
+    # A class of the user's may keep its files in another way.
+    return type(logger).experiment in (CSVLogger.experiment, TensorBoardLogger.experiment)
+
+
+def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> None:
+    if isinstance(logger, TensorBoardLogger):
+        _last_steps[logger] = state["purge_step"] - 1
+        compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)
+        return
+    file = MetricsFile(os.path.join(logger.log_dir, "metrics.csv"))
+    num_rows = file.num_rows()
+    if num_rows < state["num_rows"]:
+        notes.append(
+            f"{file.path} has {num_rows} rows, {state['num_rows']} were logged by then: it was deleted or changed since"
+        )
+    elif cuts:
+        file.cut(state["num_rows"], state["columns"])
+    compat.go_on_in_csv(logger, file.columns())

@@ -1,0 +1,67 @@
+"""The ``metrics.csv`` of a CSVLogger: how many rows it has, and cutting those that were logged too late."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
+
+
+class MetricsFile:
+    """A file of rows and named columns, as Python's ``csv`` module writes it.
+
+    Args:
+        path: Where it is, or will be; on any file system that Lightning can write to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file_system = get_filesystem(path)
+
+    def columns(self) -> list[str]:
+        """Return the names in the first line; none if there is no file."""
+        return next(self._lines(), [])
+
+    def num_rows(self) -> int:
+        """Return how many rows there are."""
+        return max(0, sum(1 for _ in self._lines()) - 1)
+
+    def cut(self, num_rows: int, columns: Sequence[str]) -> None:
+        """Keep the first `num_rows` rows, and of their columns only `columns`; nothing is written if that is all.
+
+        A process that is killed meanwhile leaves the file as it was.
+        """
+        names = self.columns()
+        if names == list(columns) and self.num_rows() == num_rows:
+            return
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, fieldnames=columns, extrasaction="ignore")
+        if num_rows:
+            writer.writeheader()
+            rows = self._lines()
+            next(rows)
+            writer.writerows(dict(zip(names, row, strict=False)) for row, _ in zip(rows, range(num_rows), strict=False))
+        self._write(text.getvalue())
+
+    def _write(self, text: str) -> None:
+        if not text:
+            self._file_system.rm_file(self.path)
+        elif _is_local(self._file_system):
+            atomic_write_bytes(text.encode(), self.path)
+        else:
+            with self._file_system.open(self.path, "w", newline="", encoding="utf-8") as file:
+                file.write(text)
+
+    def _lines(self) -> Iterator[list[str]]:
+        if self._file_system.isfile(self.path):
+            with self._file_system.open(self.path, "r", newline="", encoding="utf-8") as file:
+                yield from csv.reader(file)
+
+
+def _is_local(file_system: Any) -> bool:
+    return type(file_system).__name__ == "LocalFileSystem"

@@ -1,0 +1,71 @@
+"""All files of a run beside its autosaves, as one state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
+from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
+from lightning_faulttolerant.trainer.patches import Patches
+
+
+class RunFiles:
+    """What loggers and ModelCheckpoints have written.
+
+    Args:
+        trainer: Whose loggers and callbacks.
+        patches: What takes our part off them again.
+    """
+
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        self._loggers = LoggerFiles(trainer, patches)
+        self._checkpoints = CheckpointFiles(trainer, patches)
+        self.goes_on = False
+        """Whether the files that are there are those of the run that goes on."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of files that could not go on."""
+        return self._loggers.notes
+
+    def follow(self) -> None:
+        """Notice from here on what is written."""
+        self._checkpoints.follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was written so far."""
+        return {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
+
+    def flush(self) -> None:
+        """Write what loggers keep in memory."""
+        self._loggers.flush()
+
+    def resume_loggers(self, state: Mapping[str, Any], *, later: Sequence[Mapping[str, Any] | None] = ()) -> None:
+        """Let loggers go on; to be called before they begin their files.
+
+        Args:
+            state: What `state_dict` gave.
+            later: The same of later fits, whose part of the files is left to them; ``None`` where it is not known.
+        """
+        kept = None if None in later else {logger["log_dir"] for files in later if files for logger in files["loggers"]}
+        self._loggers.resume(state["loggers"], kept=kept)
+
+    def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
+        """Let ModelCheckpoints go on; to be called when they are set up and before one saves.
+
+        Args:
+            state: What `state_dict` gave.
+            path: The checkpoint that it was in.
+        """
+        self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on)
+
+    def saves_in_its_hook(self, callback: Callback | None) -> bool:
+        """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can do once more."""
+        return self._checkpoints.saves_in_its_hook(callback)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what nobody but the callbacks knows; to be called behind ``on_train_start``."""
+        self._checkpoints.load(state["checkpoints"])

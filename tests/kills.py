@@ -1,0 +1,61 @@
+"""A script that is run whole, and killed and run again, in directories that can be compared."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.processes import run
+
+# Gets the callbacks and the directory of a fit.
+Main = Callable[[list[Callback], Path], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Where the two have left what they wrote, and what each process has printed."""
+
+    whole: Path
+    killed: Path
+    outputs: Sequence[str]
+
+
+def run_whole_and_killed(main: Main, tmp_path: Path, kills: Sequence[Callback | int], **options: Any) -> Runs:
+    """Run `main` without our callback, and, with it, once for each of `kills` and once more.
+
+    Args:
+        main: The script.
+        tmp_path: Where the directories are made.
+        kills: The fault of each process: a callback, or the batch at which it is killed.
+        options: Of `FaultTolerance`; an autosave at each step unless said otherwise.
+    """
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    ended = run(lambda: main([], whole))
+    assert ended.exit_code == 0, ended.output
+    options = {"every_n_train_steps": 1, "dirpath": tmp_path / "autosaves", **options}
+    outputs = []
+    for number, kill in enumerate(kills):
+        fault = KillAt(kill) if isinstance(kill, int) else kill
+        ended = run(lambda fault=fault: main([FaultTolerance(**options), fault], killed), seed=1 + 10 * number)
+        assert ended.exit_code in (-signal.SIGKILL, 143), ended.output
+        outputs.append(ended.output)
+    ended = run(lambda: main([FaultTolerance(**options)], killed), seed=99)
+    assert ended.exit_code == 0, ended.output
+    outputs.append(ended.output)
+    assert all("Resumed exactly" in output for output in outputs[1:]), outputs
+    return Runs(whole=whole, killed=killed, outputs=outputs)
+
+
+def files_below(directory: Path) -> list[str]:
+    """Return the files and links below a directory; of the names of event files only what does not change."""
+    paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(re.sub(r"(events\.out\.tfevents)\..*", r"\1", str(path.relative_to(directory))) for path in paths)

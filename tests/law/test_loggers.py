@@ -1,0 +1,273 @@
+"""Loggers that write files go on behind a resume as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.kills import files_below, run_whole_and_killed
+from tests.processes import run
+from tests.runs import Net, fit_net
+
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
+
+Loggers = Callable[[Path], Any]
+
+
+class LateNet(Net):
+    """Has hyperparameters, and logs a value more from its sixth batch on."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.global_step >= 5:
+            self.log("a late, one", batch.mean())
+        return super().training_step(batch, batch_idx)
+
+
+def fit_logging(callbacks: list[Callback], directory: Path, loggers: Loggers, **arguments: Any) -> Any:
+    """Fit with loggers."""
+    return fit_net(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows of a run, but for the marker of hyperparameters, which has no step."""
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    tags = [tag for tag in accumulator.Tags()["scalars"] if tag != "hp_metric"]
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
+
+
+CSV: dict[str, Loggers] = {
+    "default": lambda directory: CSVLogger(directory),
+    "named": lambda directory: CSVLogger(directory, name="mine", prefix="p", flush_logs_every_n_steps=1000),
+    "no name": lambda directory: CSVLogger(directory, name=None),
+    "version": lambda directory: CSVLogger(directory, version=3),
+    "text": lambda directory: CSVLogger(directory, version="mine"),
+}
+
+
+@pytest.mark.parametrize("kills", [[3], [14], [6, 4, 1]], ids=str)
+@pytest.mark.parametrize("loggers", CSV)
+def test_csv_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
+    """There is one version, and each of its files is the uninterrupted run's, byte for byte."""
+    if kills != [6, 4, 1] and loggers not in ("default", "version"):
+        kills = kills[:1]
+    runs = run_whole_and_killed(lambda *args: fit_logging(*args, CSV[loggers]), tmp_path, kills, every_n_train_steps=2)
+    names = files_below(runs.whole)
+    assert names == files_below(runs.killed)
+    assert len(names) == 2
+    for name in names:
+        assert (runs.killed / name).read_bytes() == (runs.whole / name).read_bytes(), name
+
+
+class LogAside(Callback):
+    """Logs by itself, where Lightning does not flush."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.logger.log_metrics({"aside": float(batch_idx)}, step=trainer.global_step)
+
+
+@pytest.mark.parametrize("kill", [KillAt(5), KillAt(5, signum=signal.SIGTERM, hook="validation")], ids=["kill", "term"])
+def test_rows_that_were_not_flushed_are_kept(kill: Callback, tmp_path: Path) -> None:
+    """What CSVLogger had in memory at the autosave is in the file, also for a state that was captured before."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        arguments = {"log_every_n_steps": 100, "val_check_interval": 6}
+        fit_logging([LogAside(), *callbacks], directory, lambda directory: CSVLogger(directory), **arguments)
+
+    runs = run_whole_and_killed(main, tmp_path, [kill])
+    path = "lightning_logs/version_0/metrics.csv"
+    assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
+
+
+TENSORBOARD: dict[str, Loggers] = {
+    "default": lambda directory: True,
+    "named": lambda directory: TensorBoardLogger(directory, name="mine", sub_dir="sub"),
+    "version": lambda directory: TensorBoardLogger(directory, version="mine"),
+}
+
+
+@pytest.mark.parametrize("kills", [[3], [14, 1]], ids=str)
+@pytest.mark.parametrize("loggers", TENSORBOARD)
+def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
+    """There is one version, and TensorBoard shows what it shows of the uninterrupted run."""
+    runs = run_whole_and_killed(
+        lambda *args: fit_logging(*args, TENSORBOARD[loggers]), tmp_path, kills, every_n_train_steps=2
+    )
+    names = files_below(runs.whole)
+    assert sorted(set(files_below(runs.killed))) == names
+    [events] = [name for name in names if "tfevents" in name]
+    shown = scalars((runs.killed / events).parent)
+    assert shown == scalars((runs.whole / events).parent)
+    assert len(shown["loss_step"]) == 16
+    assert (runs.killed / events).parent.joinpath("hparams.yaml").exists() or loggers == "named"
+
+
+class MarkBehind(Callback):
+    """Writes to TensorBoard itself, with the step that the batch has made."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.logger.experiment.add_histogram("mark", trainer.global_step, trainer.global_step)
+
+
+def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
+    """What a user has written with the step that a resume goes on at is not dropped."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        fit_logging([MarkBehind(), *callbacks], directory, lambda _: True)
+
+    runs = run_whole_and_killed(main, tmp_path, [5])
+    accumulator = EventAccumulator(str(runs.killed / "lightning_logs/version_0"), size_guidance={"histograms": 0})
+    accumulator.Reload()
+    assert [event.step for event in accumulator.Histograms("mark")] == list(range(1, 17))
+
+
+def test_several_loggers_go_on(tmp_path: Path) -> None:
+    """Each of several loggers, some of one class, goes on in its own version."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        names = [CSVLogger(directory, name="a"), TensorBoardLogger(directory, name="b"), CSVLogger(directory, name="c")]
+        fit_logging(callbacks, directory, lambda _: names)
+
+    runs = run_whole_and_killed(main, tmp_path, [12])
+    assert sorted(set(files_below(runs.killed))) == files_below(runs.whole)
+    for name in ("a", "c"):
+        path = f"{name}/version_0/metrics.csv"
+        assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
+
+
+def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
+    """Where the script has logged before fit, the run goes on in its version, and the report says what was begun."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        logger = CSVLogger(directory)
+        logger.log_hyperparams({"seed": 5})
+        logger.log_metrics({"before": 1.0}, step=0)
+        fit_logging(callbacks, directory, lambda _: logger)
+
+    runs = run_whole_and_killed(main, tmp_path, [12])
+    for name in ("metrics.csv", "hparams.yaml"):
+        path = f"lightning_logs/version_0/{name}"
+        assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
+    assert "version_1 before the fit; it goes on in" in runs.outputs[-1]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("fold", [0, 1])
+def test_several_fits(fold: int, shares: bool, tmp_path: Path) -> None:
+    """Fits of one script go on each in its own version, or in one that they share."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        shared = CSVLogger(directory)
+        for number in range(2):
+            faults = [callback for callback in callbacks if not isinstance(callback, KillAt) or number == fold]
+            logger = shared if shares else CSVLogger(directory)
+            trainer = fit_logging(faults, directory, lambda _, logger=logger: logger, max_epochs=1)
+            logger.log_metrics({"between": 1.0}, step=trainer.global_step)
+            logger.save()
+
+    runs = run_whole_and_killed(main, tmp_path, [3])
+    names = files_below(runs.whole)
+    assert names == files_below(runs.killed)
+    assert len(names) == (2 if shares else 4)
+    for name in names:
+        assert (runs.killed / name).read_bytes() == (runs.whole / name).read_bytes(), name
+
+
+CHANGES: dict[str, tuple[Loggers, Loggers, str]] = {
+    "directory": (
+        lambda d: CSVLogger(d / "one"),
+        lambda d: CSVLogger(d / "two"),
+        "two/lightning_logs now; what was logged so far is in",
+    ),
+    "version": (lambda d: CSVLogger(d, version="1"), lambda d: CSVLogger(d, version="2"), "was given version '2'"),
+    "class": (lambda d: CSVLogger(d), lambda d: TensorBoardLogger(d), "there is no CSVLogger#0 any more"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> None:
+    """A logger that is not the one that logged takes the version that it would take, and the report says so."""
+    first, then, note = CHANGES[change]
+    options = {"every_n_train_steps": 1}
+    run(lambda: fit_logging([FaultTolerance(**options), KillAt(4)], tmp_path, first))
+    [before] = tmp_path.rglob("metrics.csv")
+    rows = before.read_bytes()
+    ended = run(lambda: fit_logging([FaultTolerance(**options)], tmp_path, then), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert note in ended.output
+    assert before.read_bytes() == rows
+
+
+@pytest.mark.parametrize("gone", ["metrics.csv", ""])
+def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
+    """What somebody has deleted in between is not invented: the run goes on, and the report says what is missing."""
+    options = {"every_n_train_steps": 1}
+    run(lambda: fit_logging([FaultTolerance(**options), KillAt(4)], tmp_path, CSV["default"]))
+    path = tmp_path / "lightning_logs/version_0" / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    ended = run(lambda: fit_logging([FaultTolerance(**options)], tmp_path, CSV["default"]), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert ("is gone" if not gone else "0 rows, 4 were logged by then") in ended.output
+
+
+class PlainLogger(Logger):
+    """Begins its experiment when it is asked for it, as Lightning's does; remembers whether it was."""
+
+    name, version = "plain", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        return
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def save(self) -> None:
+        self.asked += 1
+
+
+def test_other_loggers_are_left_alone(tmp_path: Path) -> None:
+    """Nothing of a logger that is not one of the two is called by us."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        logger = PlainLogger()
+        fit_net(callbacks, directory, logger=logger)
+        (directory / "asked").write_text(str(logger.asked))
+
+    runs = run_whole_and_killed(main, tmp_path, [])
+    assert (runs.whole / "asked").read_text() == (runs.killed / "asked").read_text() != "0"
+
+
+def test_nothing_is_left_on_loggers(tmp_path: Path) -> None:
+    """After the fit a logger and its writer have what they have without us, but for the version."""
+
+    def main(directory: Path, *callbacks: Callback) -> None:
+        loggers = [CSVLogger(directory), TensorBoardLogger(directory, name="t")]
+        fit_logging([*callbacks], directory, lambda _: loggers)
+        assert vars(loggers[0].experiment).keys() == vars(CSVLogger(directory).experiment).keys()
+        assert type(loggers[0].experiment) is type(CSVLogger(directory).experiment)
+        assert "purge_step" not in str(vars(loggers[1]))
+        assert not [key for logger in loggers for key, value in vars(logger).items() if "faulttolerant" in repr(value)]
+
+    protected = {"every_n_train_steps": 1}
+    assert run(lambda: main(tmp_path, FaultTolerance(**protected), KillAt(4))).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(tmp_path, FaultTolerance(**protected)), seed=99)
+    assert ended.exit_code == 0, ended.output

@@ -1,0 +1,289 @@
+"""ModelCheckpoints go on behind a resume as if nothing had happened: what they know, and which files there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.files.compat import model_checkpoint_state
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.kills import Runs, files_below, run_whole_and_killed
+from tests.processes import run
+from tests.runs import fit_net
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`ModelCheckpoint.monitor='loss'.* could not find:UserWarning"),
+]
+
+_KNOWN = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "current_score",
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+)
+
+
+def known(callback: ModelCheckpoint, directory: Path) -> dict[str, Any]:
+    """Return what a ModelCheckpoint knows, its paths without the directory of the run."""
+    values = {name: getattr(callback, name) for name in _KNOWN}
+    values["best_k_models"] = [[path, float(score)] for path, score in values["best_k_models"].items()]
+    plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+    return json.loads(json.dumps(plain).replace(str(directory), ""))
+
+
+def fit_saving(
+    callbacks: list[Callback], directory: Path, saving: list[ModelCheckpoint], *, logger: Any = False, **arguments: Any
+) -> None:
+    """Fit, and write down what the ModelCheckpoints know then."""
+    arguments = {"enable_checkpointing": True, "logger": logger, **arguments}
+    trainer = fit_net([*saving, *callbacks], directory, **arguments)
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    (directory / "known.json").write_text(json.dumps([known(callback, directory) for callback in found], indent=1))
+
+
+def assert_same(runs: Runs, num_files: int | None = None) -> None:
+    """Hold the killed run to the whole one: the same files, links to the same, the same knowledge, the same weights."""
+    names = [name for name in files_below(runs.whole) if "tfevents" not in name]
+    assert [name for name in files_below(runs.killed) if "tfevents" not in name] == names
+    assert (runs.killed / "known.json").read_text() == (runs.whole / "known.json").read_text()
+    checkpoints = [name for name in names if name.endswith(".ckpt")]
+    assert len(checkpoints) == num_files or num_files is None, checkpoints
+    for name in checkpoints:
+        killed, whole = runs.killed / name, runs.whole / name
+        assert killed.is_symlink() == whole.is_symlink()
+        if whole.is_symlink():
+            assert os.readlink(killed) == os.readlink(whole)
+        else:
+            assert_equal_weights(killed, whole)
+
+
+def assert_equal_weights(one: Path, other: Path) -> None:
+    """Hold two checkpoints to the same step and the same weights; both load safely."""
+    first, second = (torch.load(path, map_location="cpu", weights_only=True) for path in (one, other))
+    assert first["global_step"] == second["global_step"], one
+    assert all(torch.equal(value, second["state_dict"][name]) for name, value in first["state_dict"].items()), one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """ModelCheckpoints, of which each writes so many files; `kills` are right behind a save and between two."""
+
+    make: Callable[[Path], list[ModelCheckpoint]]
+    num_files: int
+    kills: tuple[int, ...] = (6, 5)
+    every: int = 2
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def at(directory: Path, *, name: str = "checkpoints", **arguments: Any) -> ModelCheckpoint:
+    """Return a ModelCheckpoint with a directory of its own."""
+    return ModelCheckpoint(dirpath=directory / name, **arguments)
+
+
+SAVINGS = {
+    "best two": Saving(
+        make=lambda d: [at(d, monitor="val_loss", save_top_k=2)], num_files=2, arguments={"val_check_interval": 2}
+    ),
+    "best two, of training": Saving(
+        make=lambda d: [at(d, monitor="loss", save_top_k=2, every_n_train_steps=2, mode="max")], num_files=2
+    ),
+    "all, and the last": Saving(
+        make=lambda d: [at(d, save_top_k=-1, save_last=True, every_n_train_steps=3)], num_files=6
+    ),
+    "link": Saving(make=lambda d: [at(d, save_last="link", every_n_train_steps=3, save_top_k=1)], num_files=2),
+    "one name": Saving(
+        make=lambda d: [at(d, save_top_k=-1, filename="model", every_n_train_steps=2, monitor="loss")], num_files=8
+    ),
+    "slash": Saving(
+        make=lambda d: [at(d, save_top_k=-1, filename="{step}/{loss:.0f}", every_n_train_steps=3, monitor="loss")],
+        num_files=5,
+        every=5,
+    ),
+    "every epoch": Saving(
+        make=lambda d: [at(d, every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1, save_last=True)],
+        num_files=3,
+        kills=(9, 3),
+        every=3,
+    ),
+    "two": Saving(
+        make=lambda d: [
+            at(d, monitor="val_loss", save_top_k=2, save_last=True),
+            at(d, save_top_k=-1, every_n_train_steps=3, save_last="link"),
+        ],
+        num_files=9,
+        arguments={"val_check_interval": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("saving", SAVINGS)
+def test_model_checkpoint_goes_on(saving: str, tmp_path: Path) -> None:
+    """Killed behind a save and killed again, the run has the uninterrupted one's files, and knows the same of them."""
+    case = SAVINGS[saving]
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        fit_saving(callbacks, directory, case.make(directory), **case.arguments)
+
+    runs = run_whole_and_killed(main, tmp_path, case.kills, every_n_train_steps=case.every)
+    assert_same(runs, case.num_files)
+
+
+@pytest.mark.parametrize("kill", range(1, 16, 2))
+def test_killed_anywhere(kill: int, tmp_path: Path) -> None:
+    """So it is wherever the run is killed between two autosaves."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        both = [
+            at(directory, name="a", monitor="val_loss", save_top_k=2, save_last=True),
+            at(
+                directory,
+                name="b",
+                filename="m",
+                every_n_train_steps=3,
+                save_last="link",
+                save_top_k=-1,
+                monitor="loss",
+            ),
+        ]
+        fit_saving(callbacks, directory, both, val_check_interval=2)
+
+    assert_same(run_whole_and_killed(main, tmp_path, [kill], every_n_train_steps=7))
+
+
+@pytest.mark.parametrize("kills", [[12, 1], [13, 3, 1]], ids=str)
+def test_killed_before_it_has_written_again(kills: list[int], tmp_path: Path) -> None:
+    """What is left over from the first process is still left over for the third; links count as written too."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        both = [
+            at(directory, filename="m", every_n_train_steps=3, save_top_k=-1, monitor="loss", save_last="link"),
+            at(directory, filename="m", every_n_epochs=1, save_top_k=-1, monitor="val_loss", save_last="link"),
+        ]
+        fit_saving(callbacks, directory, both, val_check_interval=2)
+
+    assert_same(run_whole_and_killed(main, tmp_path, kills, every_n_train_steps=7))
+
+
+LOGGERS: dict[str, Callable[[Path], Any]] = {
+    "default": lambda directory: True,
+    "named": lambda directory: TensorBoardLogger(directory, name="mine", version="first"),
+    "csv": lambda directory: CSVLogger(directory, name="mine"),
+    "none": lambda directory: False,
+}
+
+
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_directory_of_the_logger(logger: str, tmp_path: Path) -> None:
+    """Without a directory of its own it goes on in the logger's version."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        saving = [ModelCheckpoint(monitor="val_loss", save_top_k=2, every_n_train_steps=2, save_last=True)]
+        fit_saving(callbacks, directory, saving, logger=LOGGERS[logger](directory), val_check_interval=2)
+
+    assert_same(run_whole_and_killed(main, tmp_path, [6, 5], every_n_train_steps=2), 3)
+
+
+def test_default_callback_of_the_trainer(tmp_path: Path) -> None:
+    """The ModelCheckpoint that Lightning adds by itself goes on in the default logger's version."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        fit_saving(callbacks, directory, [], logger=True)
+
+    assert_same(run_whole_and_killed(main, tmp_path, [6, 5], every_n_train_steps=2), 1)
+
+
+@pytest.mark.parametrize("hook", ["end", "validation"])
+def test_stopped_by_a_signal(hook: str, tmp_path: Path) -> None:
+    """So it is for a stop, also one in a validation run, of which the state was captured before."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        saving = [at(directory, monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=2)]
+        fit_saving(callbacks, directory, saving, val_check_interval=2)
+
+    stop = KillAt(5, signum=signal.SIGTERM, hook=hook)
+    assert_same(run_whole_and_killed(main, tmp_path, [stop], every_n_train_steps=4), 3)
+
+
+def test_files_of_another_run_keep_their_names(tmp_path: Path) -> None:
+    """A name that was taken before the run began is taken behind the resume too."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        (directory / "checkpoints").mkdir(exist_ok=True)
+        (directory / "checkpoints/epoch=0-step=6.ckpt").write_bytes(b"of another run")
+        fit_saving(callbacks, directory, [at(directory, save_top_k=-1, every_n_train_steps=3)])
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    run(lambda: main([], whole))
+    protected = {"every_n_train_steps": 5, "dirpath": tmp_path}
+    run(lambda: main([FaultTolerance(**protected), KillAt(8)], killed))
+    ended = run(lambda: main([FaultTolerance(**protected)], killed), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "checkpoints/epoch=0-step=6-v1.ckpt" in files_below(whole)
+    assert files_below(killed) == files_below(whole)
+    assert (killed / "checkpoints/epoch=0-step=6.ckpt").read_bytes() == b"of another run"
+    assert (killed / "known.json").read_text() == (whole / "known.json").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
+def test_moved_run_knows_its_best(tmp_path: Path) -> None:
+    """Where the logger's directory is another one, what was best so far is still known, under its old path."""
+
+    def main(directory: Path, *callbacks: Callback) -> None:
+        saving = [ModelCheckpoint(monitor="val_loss", save_top_k=-1, every_n_train_steps=2)]
+        fit_saving([*callbacks], directory, saving, logger=CSVLogger(directory), val_check_interval=2)
+
+    protected = {"every_n_train_steps": 1, "dirpath": tmp_path / "autosaves"}
+    run(lambda: main(tmp_path / "one", FaultTolerance(**protected), KillAt(14)))
+    ended = run(lambda: main(tmp_path / "two", FaultTolerance(**protected)), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "what was logged so far is in" in ended.output
+    [found] = json.loads((tmp_path / "two/known.json").read_text())
+    assert len(found["best_k_models"]) == 8
+
+
+class Told(ModelCheckpoint):
+    """Writes down, at each batch, for how long it has not looked at the clock."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with open(Path(trainer.default_root_dir) / "seconds", "a") as file:
+            file.write(f"{model_checkpoint_state(self)['seconds']}\n")
+        if batch_idx == 1 and trainer.current_epoch == 0:
+            time.sleep(0.5)
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+def test_elapsed_time_goes_on(tmp_path: Path) -> None:
+    """The time since the last save by the clock counts on behind a resume."""
+
+    def main(*callbacks: Callback) -> None:
+        fit_saving([*callbacks], tmp_path, [Told(dirpath=tmp_path, train_time_interval=timedelta(hours=1))])
+
+    run(lambda: main(FaultTolerance(every_n_train_steps=1), KillAt(4)))
+    ended = run(lambda: main(FaultTolerance(every_n_train_steps=1)), seed=99)
+    assert ended.exit_code == 0, ended.output
+    seconds = [float(line) for line in (tmp_path / "seconds").read_text().split()]
+    assert len(seconds) == 16
+    assert seconds[1] < 0.5 < seconds[2] <= seconds[3] <= seconds[4]

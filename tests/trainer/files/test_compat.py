@@ -1,0 +1,65 @@
+"""The contract with Lightning's loggers and ModelCheckpoint: each private name that is touched exists."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+from lightning_faulttolerant.trainer.files import compat
+
+OWNERS: dict[str, Any] = {
+    "TRAINER_SEAMS": lambda: Trainer,
+    "EPOCH_LOOP_SEAMS": lambda: Trainer(logger=False).fit_loop.epoch_loop,
+    "MODEL_CHECKPOINT_SEAMS": ModelCheckpoint,
+    "LOGGER_SEAMS": lambda: CSVLogger("."),
+    "TENSORBOARD_SEAMS": lambda: TensorBoardLogger("."),
+    "CSV_WRITER_SEAMS": lambda: ExperimentWriter,
+}
+SEAMS = [(table, name) for table in OWNERS for name in getattr(compat, table)]
+
+
+@pytest.mark.parametrize(("table", "name"), SEAMS)
+def test_each_seam_exists(table: str, name: str) -> None:
+    """The name is there; if a new Lightning drops it, the failure says which feature breaks."""
+    feature = getattr(compat, table)[name]
+    assert hasattr(OWNERS[table](), name), f"{name} is gone; what breaks: {feature}"
+
+
+@pytest.mark.parametrize("name", compat.LOGGER_SEAMS)
+def test_both_loggers_have_the_same_names(name: str) -> None:
+    """What is done to the one is done to the other."""
+    assert hasattr(TensorBoardLogger("."), name)
+
+
+def test_no_name_escapes_the_contract() -> None:
+    """Each private name that the source touches is in one of the tables."""
+    tree = ast.parse(Path(compat.__file__).read_text(encoding="utf-8"))
+    touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    touched |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    private = {name for name in touched | strings if name.startswith("_") and not name.startswith("__")}
+    assert private - {name for _, name in SEAMS} == set()
+
+
+def test_version_that_somebody_named_is_told(tmp_path: Path) -> None:
+    """A version is taken for the next one only if it is, or will be."""
+    for version in (0, 1):
+        (tmp_path / f"lightning_logs/version_{version}").mkdir(parents=True)
+    for kind in (CSVLogger, TensorBoardLogger):
+        logger = kind(tmp_path)
+        assert compat.takes_next_version(logger)
+        assert logger.version == 2
+        assert compat.takes_next_version(logger)
+        assert not compat.takes_next_version(kind(tmp_path, version=1))
+        assert not compat.takes_next_version(kind(tmp_path, version="2"))
+    begun = CSVLogger(tmp_path)
+    _ = begun.experiment
+    assert compat.has_begun(begun)
+    assert compat.takes_next_version(begun)

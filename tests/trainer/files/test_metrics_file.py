@@ -1,0 +1,72 @@
+"""Cutting the metrics.csv of a CSVLogger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
+
+_NAMES = ("a", "b,c", 'd"e', "f\ng", "h")
+rows = st.lists(st.dictionaries(st.sampled_from(_NAMES), st.floats(), max_size=4), max_size=8)
+
+
+def written(directory: Path, logged: list[dict[str, float]], *, every: int) -> tuple[bytes, list[str]]:
+    """Return what Lightning's own writer makes of rows, flushed after every so many, and the columns it has then."""
+    writer = ExperimentWriter(str(directory))
+    for number, row in enumerate(logged):
+        writer.log_metrics(row, number)
+        if number % every == 0:
+            writer.save()
+    writer.save()
+    path = Path(writer.metrics_file_path)
+    return path.read_bytes() if path.exists() else b"", writer.metrics_keys
+
+
+@given(before=rows, behind=rows, every=st.integers(1, 5))
+@pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
+def test_cut_file_is_the_one_that_was(
+    tmp_path_factory: pytest.TempPathFactory, before: list[Any], behind: list[Any], every: int
+) -> None:
+    """Rows and columns that came behind the cut leave no trace, whatever they were and when they were written."""
+    directory = tmp_path_factory.mktemp("cut")
+    expected, columns = written(directory / "one", before, every=every)
+    written(directory / "other", before + behind, every=every)
+    file = MetricsFile(str(directory / "other/metrics.csv"))
+    assert file.num_rows() == len(before + behind)
+    file.cut(len(before), columns)
+    path = Path(file.path)
+    assert (path.read_bytes() if path.exists() else b"") == expected
+    assert (file.num_rows(), file.columns()) == (len(before), columns)
+
+
+def test_row_that_was_torn_is_cut(tmp_path: Path) -> None:
+    """A process that was killed while it wrote leaves half a row, which is behind the cut."""
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"a,step\r\n1.0,0\r\n2.0,1\r\n3.")
+    MetricsFile(str(path)).cut(2, ["a", "step"])
+    assert path.read_bytes() == b"a,step\r\n1.0,0\r\n2.0,1\r\n"
+
+
+def test_whole_file_is_not_written(tmp_path: Path) -> None:
+    """Nothing is written where there is nothing to cut."""
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"a,step\r\n1.0,0\r\n")
+    before = path.stat()
+    MetricsFile(str(path)).cut(1, ["a", "step"])
+    assert path.stat() == before
+
+
+def test_file_in_a_remote_store() -> None:
+    """A file in a store that Lightning can write to is cut there."""
+    store = fsspec.filesystem("memory")
+    store.pipe("/cut/metrics.csv", b"a,b,step\r\n1.0,,0\r\n2.0,3.0,1\r\n")
+    file = MetricsFile("memory://cut/metrics.csv")
+    file.cut(1, ["a", "step"])
+    assert store.cat("/cut/metrics.csv") == b"a,step\r\n1.0,0\r\n"
