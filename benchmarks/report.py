@@ -38,7 +38,7 @@ def _machine(figures: Figures) -> str:
     return (
         f"{found['date']}, {found['cpu']} with {found['cores']} cores, {found['system']}, Python {found['python']},"
         f" torch {found['torch']}, Lightning {found['lightning']}, one torch thread. Load of the machine,"
-        f" the benchmarks' own included: {loads[0]} to {loads[-1]}."
+        f" the benchmarks' own included: {loads[0]} to {loads[-1]}.{figures.get('note', '')}"
     )
 
 
