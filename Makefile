@@ -18,7 +18,7 @@ NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment demo test test-all test-slow slow oldest lint types format clean
+.PHONY: help environment demo bench test test-all test-slow slow oldest lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,9 @@ environment: $(NEWEST)  ## make or update .venv
 
 demo: $(NEWEST)  ## train, kill twice, restart, compare; figures and logs in demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
+
+bench: $(NEWEST)  ## measure speed, resuming and size (20 minutes on a calm machine); tables and plot in docs/
+	$(BIN)/python benchmarks/all.py
 
 test: lint types  ## what has to pass before a commit: lint, types, the fast tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)

@@ -12,14 +12,15 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.runs import (
@@ -27,6 +28,9 @@ from benchmarks.runs import (
     BareRandomDataset,
     ConvNet,
     MetricsModel,
+    OwnSampler,
+    StatefulStream,
+    Stream,
     TimedModel,
     be_quiet,
     fit,
@@ -34,10 +38,10 @@ from benchmarks.runs import (
 )
 from lightning_faulttolerant import FaultTolerance
 
-VARIANTS: dict[str, Callable[[], list[Callback]]] = {
-    "without": list,
-    "empty": lambda: [Callback()],
-    "with": lambda: [FaultTolerance()],
+VARIANTS: dict[str, Callable[..., list[Callback]]] = {
+    "without": lambda **options: [],
+    "empty": lambda **options: [Callback()],
+    "with": lambda **options: [FaultTolerance(**options)],
 }
 _WARM_UP_STEPS = 30
 _CHOICES = 200
@@ -49,16 +53,24 @@ class Case:
 
     model: Callable[[], LightningModule]
     num_workers: int
-    target: float
+    target: float | None
     shuffle: bool = False
-    images: bool = False
+    sampler: Callable[[Any], Sampler[int]] | None = None
+    dataset: Callable[[int], Dataset[Any]] = field(default_factory=lambda: partial(BareRandomDataset, 32))
+    batch_size: int = 1
     steps_share: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, steps: int) -> DataLoader[Any]:
         """Return a loader of so many batches."""
-        batch_size = 64 if self.images else 1
-        dataset = AugmentedImages(steps * batch_size) if self.images else BareRandomDataset(32, steps * batch_size)
-        return DataLoader(dataset, batch_size=batch_size, shuffle=self.shuffle, num_workers=self.num_workers)
+        dataset = self.dataset(steps * self.batch_size)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=None if self.sampler is None else self.sampler(dataset),
+            shuffle=self.shuffle,
+            num_workers=self.num_workers,
+        )
 
 
 CASES = {
@@ -68,7 +80,24 @@ CASES = {
     "shuffled, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, shuffle=True),
     "metrics": Case(model=MetricsModel, num_workers=0, target=1.05),
     "metrics, 2 workers": Case(model=MetricsModel, num_workers=2, target=1.05),
-    "conv net, 2 workers": Case(model=ConvNet, num_workers=2, target=1.01, shuffle=True, images=True, steps_share=0.25),
+    "conv net, 2 workers": Case(
+        model=ConvNet,
+        num_workers=2,
+        target=1.01,
+        shuffle=True,
+        dataset=AugmentedImages,
+        batch_size=64,
+        steps_share=0.25,
+    ),
+    "per sample": Case(model=TimedModel, num_workers=0, target=None, options={"worker_rng": "per_sample"}),
+    "per sample, 2 workers": Case(model=TimedModel, num_workers=2, target=None, options={"worker_rng": "per_sample"}),
+    "own sampler": Case(model=TimedModel, num_workers=0, target=None, sampler=OwnSampler),
+    "iterable": Case(model=TimedModel, num_workers=0, target=None, dataset=partial(Stream, 32)),
+    "iterable, 2 workers": Case(model=TimedModel, num_workers=2, target=None, dataset=partial(Stream, 32)),
+    "iterable with a state": Case(model=TimedModel, num_workers=0, target=None, dataset=partial(StatefulStream, 32)),
+    "iterable with a state, 2 workers": Case(
+        model=TimedModel, num_workers=2, target=None, dataset=partial(StatefulStream, 32)
+    ),
 }
 
 
@@ -78,7 +107,7 @@ def step_times(case: Case, variant: str, steps: int, directory: Path) -> list[fl
     loader, model = case.loader(steps), case.model()
     gc.collect()
     with tempfile.TemporaryDirectory(dir=directory) as root:
-        fit(model, loader, VARIANTS[variant](), Path(root))
+        fit(model, loader, VARIANTS[variant](**case.options), Path(root))
     began: list[float] = model.began  # type: ignore[assignment]
     return [after - before for before, after in zip(began[_WARM_UP_STEPS:], began[_WARM_UP_STEPS + 1 :], strict=False)]
 
@@ -137,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     results = {}
     print(
-        f"{'case':22} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
+        f"{'case':32} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
     )
     with tempfile.TemporaryDirectory() as directory:
         for name in options.case or CASES:
@@ -146,8 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
             empty, ours, whole = (f"x{found[key]['ratio']:.3f}" for key in ("empty", "with", "with, all steps"))
             spread = f"({found['with']['low']:.3f}-{found['with']['high']:.3f})"
             print(
-                f"{name:22} {found['step_us']:7.0f} us {empty:>15} {ours:>7} {spread:>15} {whole:>10}"
-                f" {found['target']:>7.2f}",
+                f"{name:32} {found['step_us']:7.0f} us {empty:>15} {ours:>7} {spread:>15} {whole:>10}"
+                f" {found['target'] or '-':>7}",
                 flush=True,
             )
     if options.output is not None:

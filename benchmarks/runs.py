@@ -7,7 +7,8 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchmetrics import MeanMetric, MeanSquaredError
+
+LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning_faulttolerant")
 
 
 class TimedModel(BoringModel):
@@ -99,6 +102,45 @@ class BareRandomDataset(RandomDataset):
         return self.data[index % len(self.data)]
 
 
+class OwnSampler(Sampler[int]):
+    """In order, as `SequentialSampler`, but none of torch's: what it draws, and when, is not known."""
+
+    def __init__(self, dataset: BareRandomDataset) -> None:
+        self.length = len(dataset)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Stream(IterableDataset[Tensor]):
+    """The samples of `BareRandomDataset` one after the other, each worker its share: resumed by drawing them again."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.source = BareRandomDataset(size, length)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(self.at or first, len(self.source), step):
+            self.at = index + step
+            yield self.source[index]
+        self.at = 0
+
+
+class StatefulStream(Stream):
+    """The same, able to say where it is."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
 def fit(model: LightningModule, loader: DataLoader[Any], callbacks: Sequence[Callback], directory: Path) -> Trainer:
     """Fit one epoch on the CPU, with the trainer's defaults but for what it would write and show besides."""
     trainer = Trainer(
@@ -118,7 +160,7 @@ def fit(model: LightningModule, loader: DataLoader[Any], callbacks: Sequence[Cal
 def be_quiet() -> None:
     """Keep Lightning's advice and its reports out of the output."""
     warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_faulttolerant"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -136,4 +178,6 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "lightning": lightning.__version__,
+        "date": datetime.now(tz=timezone.utc).strftime("%Y-%m-%d"),
+        "load": f"{os.getloadavg()[0]:.1f}",
     }

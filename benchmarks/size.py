@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -32,10 +33,10 @@ _WORKERS = (0, 2, 4)
 
 
 class DrawingDataset(BareRandomDataset):
-    """Draws from Python's and torch's global generators, so that no two states in a checkpoint are alike."""
+    """Draws from every global generator, so that no two states in a checkpoint are alike, nor easily compressed."""
 
     def __getitem__(self, index: int) -> Tensor:
-        return super().__getitem__(index) + random.random() + torch.rand(())
+        return super().__getitem__(index) + random.random() + np.random.rand() + torch.rand(())
 
 
 class DrawAtEachStep(Callback):
@@ -43,6 +44,7 @@ class DrawAtEachStep(Callback):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         random.random()
+        np.random.rand()
         torch.rand(())
 
 
@@ -57,6 +59,8 @@ def measure(num_workers: int, steps: int, directory: Path) -> dict[str, float]:
     """Return the bytes of our part in an autosave in the middle of an epoch, and the seconds that loading it takes."""
     loader = DataLoader(DrawingDataset(32, steps * 5 // 4), shuffle=True, num_workers=num_workers)
     callbacks = [FaultTolerance(directory, run_id="size", every_n_train_steps=steps), DrawAtEachStep()]
+    np.random.seed(0)
+    random.seed(0)
     fit(TimedModel(), loader, callbacks, directory)
     [path] = directory.rglob(f"*batch={steps}.ckpt")
     checkpoint = load_file(path)

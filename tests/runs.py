@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 
 
@@ -176,6 +176,45 @@ def assert_goes_on(
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
+
+
+def assert_exact(
+    users: Callable[[], list[Callback]],
+    *faults: Any,
+    module: Callable[[], LightningModule] = Net,
+    options: dict[str, Any] = {"every_n_train_steps": 1},  # noqa: B006 - it is only read
+    **arguments: Any,
+) -> list[Interruption]:
+    """Hold a fit with the callbacks that `users` makes to the law."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net([*users(), *callbacks], directory, module=module(), **arguments)
+
+    return assert_resumes_exactly(fit, faults, options=options)
+
+
+class RaiseAt(Callback):
+    """Raises in a hook of an epoch; stands behind the callbacks of the run."""
+
+    def __init__(self, hook: str, epoch: int) -> None:
+        self.hook = hook
+        self.epoch = epoch
+
+    def strike(self, hook: str, trainer: Trainer) -> None:
+        if (hook, trainer.current_epoch) == (self.hook, self.epoch) and not trainer.sanity_checking:
+            raise ZeroDivisionError(f"in {hook}")
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.strike("on_train_epoch_start", trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.strike("on_train_epoch_end", trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.strike("on_validation_batch_end", trainer)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.strike("on_validation_end", trainer)
 
 
 # Data sets, samplers and functions of loaders: at the top of the module, so that a spawned worker can have them.

@@ -1,10 +1,41 @@
-"""Which loaders can be resumed exactly, and why others can't."""
+"""Which loaders can be resumed exactly, why others can't, and what is done about what can't."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
-from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+
+_log = logging.getLogger(__name__)
+
+
+def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
+    """Raise if `strict`; else add `reason` to `not_exact` and say it, once.
+
+    A worker does not say it: the main process does, which reads what its workers have to say.
+
+    Raises:
+        NotExactError: If `strict`.
+    """
+    if strict:
+        raise NotExactError(reason)
+    if reason not in not_exact:
+        not_exact.append(reason)
+        if get_worker_info() is None:
+            _log.warning(reason)
+
+
+def lacks_generators(paths: list[str]) -> str:
+    """Return the reason why a state with generators that are not there any more can't be gone on from."""
+    return (
+        f"there is no generator to restore the state of {', '.join(paths)} into. What is drawn from it would differ"
+        " from the uninterrupted run. Let its object make it before it is first used; or pass strict=False."
+    )
 
 
 def needs_no_position(loader: object) -> bool:
@@ -24,14 +55,18 @@ def why_not_exact(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
-    if hasattr(loader, "state_dict"):
-        return f"a {type(loader).__name__} keeps a state of its own, which is not supported yet"
+    if keeps_own_position(loader):
+        reason = why_not_followed(loader)
+        if reason is not None:
+            return reason
+    elif hasattr(loader, "state_dict"):
+        return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(isinstance(held, Iterator) and _is_of_torch(held) for held in vars(loader).values()):
+    if any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
         return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
     return None
 
 
-def _is_of_torch(value: object) -> bool:
-    return type(value).__module__.startswith("torch.utils.data")
+def _is_torchs_iterator(value: object) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__.startswith(("torch.utils.data", "torchdata."))

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
 from lightning_faulttolerant.loader.indices import pack_indices
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
@@ -123,7 +124,7 @@ class IndexSide:
             self._birth = self.moment()
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
-                self.restore(self._birth)
+                self._go_back_to(self._birth)
         self.record.birth = self._birth
         if self._plan is None or self.record.start is None:
             self.record.start = now
@@ -179,19 +180,19 @@ class IndexSide:
             return indices
         if plan.start is None or plan.first is None:
             assert record.start is not None
-            self.restore(record.start)
+            self._go_back_to(record.start)
             indices = iter(self._sampler)
             record.first = self._start_moment()
             return indices
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
         record.num_samples = plan.num_samples
-        self.restore(plan.first)
+        self._go_back_to(plan.first)
         rest = self._skip_at_once(plan)
         if rest is None:
-            self.restore(plan.start)
+            self._go_back_to(plan.start)
             indices = iter(self._sampler)
-            self.restore(plan.first)
+            self._go_back_to(plan.first)
             rest = self._skip(indices, plan)
         return rest
 
@@ -224,11 +225,7 @@ class IndexSide:
             " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
             " its __iter__, or give it a generator of its own and pass strict=False."
         )
-        if self.strict:
-            raise NotExactError(message)
-        if message not in self.not_exact:
-            _log.warning(message)
-            self.not_exact.append(message)
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
         """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
@@ -262,7 +259,7 @@ class IndexSide:
         replayed: list[Any] = []
         for batch, states in self.record.log.states():
             replayed += islice(indices, batch - len(replayed))
-            self.restore(Moment.from_states(states))
+            self._go_back_to(Moment.from_states(states))
         return replayed + list(islice(indices, plan.handed_out - len(replayed)))
 
     def _differs(self, plan: IndexPlan) -> None:
@@ -274,19 +271,23 @@ class IndexSide:
             " arguments changed. The order of samples would differ from the uninterrupted run. Give it"
             " `set_epoch`, or derive its order from a generator; or pass strict=False."
         )
-        if self.strict:
-            raise NotExactError(message)
-        _log.warning(message)
-        self.not_exact.append(message)
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
 
-    def restore(self, moment: Moment) -> None:
-        """Put the random states back to those of `moment`."""
+    def restore(self, moment: Moment) -> list[str]:
+        """Put the random states back to those of `moment`; return the paths of generators that are not there."""
         set_rng_state(moment.rng)
-        if moment.held:
-            self._held.load_state_dict(moment.held)
+        missing = self._held.load_state_dict(moment.held) if moment.held else []
         for sampler, epoch in zip(self._samplers_with_epoch(), moment.sampler_epochs, strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
+        return missing
+
+    def _go_back_to(self, moment: Moment) -> None:
+        """Put the random states back to those of a process that is gone, all of them."""
+        missing = self.restore(moment)
+        if missing:
+            reason = f"The order of samples is begun again: {lacks_generators(missing)}"
+            refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def _samplers_with_epoch(self) -> list[Any]:
         chain = (self._sampler, getattr(self._sampler, "sampler", None))
@@ -319,7 +320,8 @@ class _IndexIterator(Iterator[Any]):
         return self._side.draw(self._indices)
 
     def __next__(self) -> Any:
-        self.open()
+        if not self._is_open:
+            self.open()
         record, seeds = self._record, self._side.seeds
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1

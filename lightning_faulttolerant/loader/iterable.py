@@ -2,11 +2,17 @@
 
 Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
 the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
+
+A data set that keeps a state of its own from one iteration to the next, and can't say it, is refused: the last sample
+that is drawn again is another one, or, where none is drawn again (between two iterations, and before the first sample),
+an attribute has another value behind the first sample than it had in the iteration before. The latter sees whole
+numbers and short texts only, of the data set and of the data sets and samplers that it holds, and only from the second
+iteration of a process on. A state that is kept otherwise (in a file, a global, samples left over), or that one
+iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import pickle
 from collections import deque
@@ -15,12 +21,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.plain_state import has_state
+from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -30,8 +39,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
 _OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
-                  "_way", "record", "on_begin", "on_end"})  # fmt: skip
-_PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
+                  "_way", "_fresh", "_expected", "record", "on_begin", "on_end"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -41,7 +49,8 @@ class IterableRecord:
     """How far one iteration over an iterable data set is.
 
     ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
-    by the number of batches fetched.
+    by the number of batches fetched. ``remembered`` is what its data set kept in attributes behind its first sample; as
+    long as there is none, behind that of the iteration before.
     """
 
     way: str = _REPLAY
@@ -52,6 +61,7 @@ class IterableRecord:
     num_samples: int = 0
     num_batches: int = 0
     num_left: int = 0
+    remembered: Values | None = None
     last: Any = None
     digest: int | None = None
     has_ended: bool = False
@@ -68,6 +78,7 @@ class IterableRecord:
             "samples": self.num_samples,
             "digest": self.digest,
             "ended": self.has_ended,
+            "remembered": None if self.remembered is None else dict(self.remembered),
             "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
         }
 
@@ -102,6 +113,8 @@ class IterableSide(IterableDataset[Any]):
         self._is_begun = self._in_worker = False
         self._drawing: IterableRecord | None = None
         self._way: str | None = None
+        self._fresh: Values | None = None
+        self._expected: Values | None = None
         self.record = IterableRecord()
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[IterableRecord], None] = lambda record: None
@@ -130,7 +143,7 @@ class IterableSide(IterableDataset[Any]):
     def begin(self, plan: Position | None) -> IterableRecord:
         """Get ready for the next iteration in this process, resumed at `plan`."""
         self._plan, self._is_begun = plan, True
-        self.record = IterableRecord()
+        self.record = IterableRecord(remembered=self.record.remembered)
         return self.record
 
     def begin_in_worker(self, plan: Position | None) -> None:
@@ -141,8 +154,13 @@ class IterableSide(IterableDataset[Any]):
         if not (self._is_begun or self._in_worker):
             return _Samples(self, iter(self.user_dataset), None)
         if self._in_worker:
-            self.record = IterableRecord()
+            self.record = IterableRecord(remembered=self.record.remembered)
+        if self._fresh is None:
+            self._fresh = plain_values(self.user_dataset)
         plan, self._plan, self._is_begun = self._plan, None, False
+        if plan is not None:
+            self.record.remembered = plan["remembered"]
+            self._expected = None if plan["samples"] or plan["way"] == _DATASET else plan["remembered"]
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
@@ -210,20 +228,17 @@ class IterableSide(IterableDataset[Any]):
         message = (
             f"Begun again from the same random states, the iterable data set {name} gives another sample {num_samples}"
             " than before: it keeps a state of its own, for instance a counter of epochs in __iter__, or its data"
-            " changed. Its samples would differ from the uninterrupted run. Give it state_dict and load_state_dict, or"
-            " `set_epoch`; or pass strict=False."
+            " changed, or was drawn when it was built. Its samples would differ from the uninterrupted run. Give it"
+            " state_dict and load_state_dict, or `set_epoch`, or a seed; or pass strict=False."
         )
-        if self.strict:
-            raise NotExactError(message)
-        _log.warning(message)
-        self.not_exact.append(message)
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
 
     def _chosen_way(self, samples: Any) -> str:
         if self._way is None:
             self._way = _REPLAY
-            if not (type(self.user_dataset).__module__ or "").startswith("datasets."):  # it refills its shuffle buffer
-                found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
-                self._way = next((way for way, value in found if _has_state(value)), _REPLAY)
+            found = ((_ITERATOR, samples), (_DATASET, self.user_dataset))
+            if not any(refills_its_buffer(value) for _, value in found):
+                self._way = next((way for way, value in found if has_state(value)), _REPLAY)
             _log.debug("%s is resumed by %s.", type(self.user_dataset).__name__, self._way)
         return self._way
 
@@ -242,14 +257,28 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended = True
                 self._note_draws(record)
-                if record.num_left:
-                    record.digest = sample_digest(record.last)
+                self._note_last(record)
                 self.on_end(record)
             raise
         record.num_samples += 1
+        if record.num_samples == 1:
+            self._remember(record)
         record.num_left += 1
         record.last = sample
         return sample
+
+    def _remember(self, record: IterableRecord) -> None:
+        record.remembered = changed(self._fresh or {}, plain_values(self.user_dataset))
+        expected, self._expected = self._expected, None
+        if expected is None or expected == record.remembered:
+            return
+        name, kept = type(self.user_dataset).__name__, ", ".join(differences(expected, record.remembered))
+        reason = (
+            f"The iterable data set {name} keeps a state of its own from one iteration to the next: {kept}. Begun anew"
+            " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
+            " load_state_dict, or `set_epoch`; or pass strict=False."
+        )
+        refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Collate a batch as the user's function does, after noting that all its samples are drawn."""
@@ -260,9 +289,8 @@ class IterableSide(IterableDataset[Any]):
 
     def _note_batch(self, record: IterableRecord) -> None:
         self._note_draws(record)
-        if record.num_left:
-            record.digest, record.last = sample_digest(record.last), None
-        record.num_left = 0
+        self._note_last(record)
+        record.num_left, record.last = 0, None
         record.num_batches += 1
         if not self._in_worker:
             record.positions.append((record.num_batches, record.position()))
@@ -273,9 +301,14 @@ class IterableSide(IterableDataset[Any]):
             record.log.note(at, before, self._moment().states())
             record.batch_begun = None
 
+    def _note_last(self, record: IterableRecord) -> None:
+        # Now: the training may change a sample that it has been given.
+        if record.num_left and record.way == _REPLAY:
+            record.digest = sample_digest(record.last)
+
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
-        return between(self.record.position()) if self.record.way == _DATASET else None
+        return between(self.record.position())
 
     @property
     def user_epoch(self) -> int | None:
@@ -289,8 +322,12 @@ class IterableSide(IterableDataset[Any]):
 
     def _restore(self, moment: Moment) -> None:
         set_rng_state(moment.rng)
-        if moment.held:
-            self._held.load_state_dict(moment.held)
+        missing = self._held.load_state_dict(moment.held) if moment.held else []
+        if missing:
+            reason = (
+                f"The iterable data set {type(self.user_dataset).__name__} is begun again: {lacks_generators(missing)}"
+            )
+            refuse(reason, strict=self.strict, not_exact=self.not_exact)
         for epoch in moment.sampler_epochs:
             self.go_to_epoch(epoch)
 
@@ -314,9 +351,10 @@ class _Samples(Iterator[Any]):
 
 def between(position: Position | None) -> Position | None:
     """Return what of `position` an iteration behind the one that it belongs to has to know."""
-    if position is None or position["way"] != _DATASET:
+    if position is None or (position["way"] != _DATASET and position["remembered"] is None):  # nothing was ever drawn
         return None
-    return {**position, "samples": None, "start": None, "first": None, "log": b""}
+    state = position["state"] if position["way"] == _DATASET else None
+    return {**position, "samples": None, "start": None, "first": None, "log": b"", "state": state}
 
 
 def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
@@ -327,24 +365,3 @@ def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
 
 def _moment(state: Mapping[str, Any] | None) -> Moment | None:
     return None if state is None else Moment(**state)
-
-
-def _has_state(value: Any) -> bool:
-    methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
-    if not all(callable(method) for method in methods) or _num_required(methods[0]) or _num_required(methods[1]) != 1:
-        return False
-    return _is_plain(methods[0]())  # type: ignore[misc]
-
-
-def _num_required(method: Any) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _is_plain(child) for key, child in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(child) for child in value)
-    return isinstance(value, _PLAIN)

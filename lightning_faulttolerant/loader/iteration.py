@@ -6,14 +6,19 @@ cycled, beside a loader without a length), so what belongs to one run is kept to
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
+from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.worker_side import WorkerState
+
+_KEPT_STATES = 4  # the trainer is at most one batch behind what has come out
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +33,7 @@ class Iteration:
         num_out: How many batches have come out since the epoch's beginning, those before a resume included.
         iterable: Where its iterable data set is, in this process.
         number: The how-manieth of its workers it is.
+        dataset: Its data set in this process, if that keeps a state which is to be known.
     """
 
     record: IndexRecord
@@ -37,6 +43,24 @@ class Iteration:
     num_out: int = 0
     iterable: IterableRecord | None = None
     number: int = 0
+    dataset: Any = None
+    dataset_states: deque[tuple[int, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_STATES))
+
+    def __post_init__(self) -> None:
+        self._note()
+
+    def count(self) -> None:
+        """Count a batch that has come out."""
+        self.num_out += 1
+        self._note()
+
+    def _note(self) -> None:
+        if self.dataset is not None:
+            self.dataset_states.append((self.num_out, state_of(self.dataset)))
+
+    def dataset_state_after(self, num_batches: int) -> Any:
+        """Return the state of `dataset` behind the first `num_batches`, one of the last that have come out."""
+        return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
 
 class CountedBatches(Iterator[Any]):
@@ -46,20 +70,44 @@ class CountedBatches(Iterator[Any]):
         batches: What torch gives.
         iteration: What is to know their number.
         before_first: Called right before the first batch is asked for.
+        not_exact: Gets what workers that were given something to go on from say against it.
     """
 
-    def __init__(self, batches: Iterator[Any], iteration: Iteration, *, before_first: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        iteration: Iteration,
+        *,
+        before_first: Callable[[], None],
+        not_exact: list[str],
+    ) -> None:
         self._batches = batches
         self._iteration = iteration
         self._before_first: Callable[[], None] | None = before_first
+        self._not_exact = not_exact
+        # Every worker has begun, and said what it has to say, once each has been asked for a batch and has answered.
+        self._num_heard = 0 if iteration.resumed_states is None else len(iteration.resumed_states) + 1
 
     def __next__(self) -> Any:
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
-        batch = next(self._batches)
-        self._iteration.num_out += 1
+        return self._next()
+
+    def _next(self) -> Any:
+        try:
+            batch = next(self._batches)
+        finally:
+            if self._num_heard:
+                self._num_heard -= 1
+                self._hear()
+        self._iteration.count()
         return batch
+
+    def _hear(self) -> None:
+        assert self._iteration.ring is not None
+        for reason in self._iteration.ring.said():
+            refuse(reason, strict=False, not_exact=self._not_exact)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
@@ -67,5 +115,4 @@ class CountedBatches(Iterator[Any]):
     def drop(self, num_batches: int) -> None:
         """Take the first batches out unseen: they were used before the resume."""
         for _ in range(num_batches):
-            next(self._batches)
-            self._iteration.num_out += 1
+            self._next()

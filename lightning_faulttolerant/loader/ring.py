@@ -13,6 +13,7 @@ import os
 import struct
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ import torch
 # Process id of the worker; 1 once the main process wants it gone; for an iterable data set the number of its
 # iteration, and how many batches the worker had fetched when that began, and when it ran out of samples.
 _WORKER_HEADER = struct.Struct("<qqqqq")
+_NOTE_HEADER = struct.Struct("<q")  # length of what the worker has to say, which stands behind it
+_NOTE_BYTES = 4096
 _SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
@@ -49,10 +52,13 @@ class WorkerRing:
 
     @property
     def _worker_bytes(self) -> int:
-        return _WORKER_HEADER.size + self.num_slots * self.slot_bytes
+        return _WORKER_HEADER.size + _NOTE_BYTES + self.num_slots * self.slot_bytes
+
+    def _note_offset(self, worker: int) -> int:
+        return worker * self._worker_bytes + _WORKER_HEADER.size
 
     def _slot_offset(self, worker: int, count: int) -> int:
-        return worker * self._worker_bytes + _WORKER_HEADER.size + (count % self.num_slots) * self.slot_bytes
+        return self._note_offset(worker) + _NOTE_BYTES + (count % self.num_slots) * self.slot_bytes
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_bytes": None}  # addresses differ in another process
@@ -90,11 +96,30 @@ class WorkerRing:
         """Note that `worker` ran out of samples: its iteration ends after `count` batches."""
         self._write(worker * self._worker_bytes + 32, struct.pack("<q", count))
 
+    def say(self, worker: int, sentences: Sequence[str]) -> None:
+        """Leave sentences for the main process in place of those said before; as much of them as there is room for."""
+        offset = self._note_offset(worker)
+        said = "\0".join(sentences).encode()[: _NOTE_BYTES - _NOTE_HEADER.size]
+        self._write(offset, _NOTE_HEADER.pack(0))
+        self._write(offset + _NOTE_HEADER.size, said)
+        self._write(offset, _NOTE_HEADER.pack(len(said)))
+
     def is_closing(self, worker: int) -> bool:
         """Return whether the main process wants this worker gone."""
         return bool(_WORKER_HEADER.unpack(self._view(worker * self._worker_bytes, _WORKER_HEADER.size))[1])
 
     # In the main process.
+
+    def said(self) -> list[str]:
+        """Return the sentences that workers have left so far, each once."""
+        found: dict[str, None] = {}
+        for worker in range(self.num_workers):
+            offset = self._note_offset(worker)
+            [length] = _NOTE_HEADER.unpack(self._view(offset, _NOTE_HEADER.size))
+            if length:
+                said = bytes(self._view(offset + _NOTE_HEADER.size, length)).decode(errors="ignore")
+                found.update(dict.fromkeys(said.split("\0")))
+        return list(found)
 
     def span(self, worker: int, iteration: int) -> tuple[int, int | None]:
         """Return how many batches `worker` had fetched when `iteration` began, and when it ended, if it has.

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
+from lightning_faulttolerant.state.blobs import tensor_to_blob
+
 _MAX_PARTS = 64
 _MAX_ELEMENTS = 512
+# Of these the bytes say it all, and cost a tenth of the numbers.
+_PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 
 def sample_digest(sample: Any) -> int:
@@ -27,7 +31,11 @@ def _parts(value: Any) -> Iterator[bytes]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         yield f"{tuple(value.shape)} {value.dtype}".encode()
-        if value.layout is torch.strided and not value.is_meta:
+        if value.layout is not torch.strided or value.is_meta:
+            return
+        if value.is_cpu and value.dtype in _PLAIN_DTYPES:
+            yield tensor_to_blob(value.detach().reshape(-1)[:_MAX_ELEMENTS])
+        else:
             yield repr(value.detach().reshape(-1)[:_MAX_ELEMENTS].tolist()).encode()
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         yield f"{value.shape} {value.dtype}".encode()

@@ -24,9 +24,12 @@ from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, p
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
+from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -34,34 +37,6 @@ from lightning_faulttolerant.state.generators import HeldGenerators
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
 _HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
-_TRACKER = "fault_tolerance_tracker"
-
-
-class _Tracked(DataLoader[Any]):
-    """Stands between a user's class and torch's, where ``super().__iter__()`` of the user's class arrives.
-
-    There a new iterator is really made, also when the user's ``__iter__`` is a generator that runs later.
-    """
-
-    def __iter__(self) -> Any:
-        tracker: TrackedLoader = vars(self)[_TRACKER]
-        return tracker.iterate(super().__iter__)
-
-
-class _Asked(DataLoader[Any]):
-    """Stands before a user's class: where its ``__iter__`` is a generator, nothing has begun yet when it is called."""
-
-    def __iter__(self) -> Any:
-        tracker: TrackedLoader = vars(self)[_TRACKER]
-        tracker.ask()
-        return super().__iter__()
-
-
-@functools.cache
-def _tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    bases = (_Tracked,) if user_class is DataLoader else (_Asked, user_class, _Tracked)
-    namespace = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
-    return type(user_class.__name__, bases, namespace)
 
 
 class TrackedLoader:
@@ -117,6 +92,8 @@ class TrackedLoader:
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
         self._worker_side: WorkerSide | None = None
+        self._dataset = None if self.num_workers else stateful_dataset(loader)
+        self._dataset_state: Any = None
         if self.num_workers:
             self._worker_side = WorkerSide(
                 collate_fn=self._collate,
@@ -124,6 +101,7 @@ class TrackedLoader:
                 default_init=default_worker_init,
                 iterable=self.iterable,
                 leaves_rest=loader.batch_size is not None and not loader.drop_last,
+                has_state=stateful_dataset(loader) is not None,
                 per_sample=None if self._seeded is None else self._seeded.dataset,
             )
             slack = _SLACK_BYTES * (4 if is_iterable else 1)
@@ -146,18 +124,24 @@ class TrackedLoader:
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
-        tracked.__class__ = _tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
+        tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
         # `DataLoader.__setattr__` refuses a new sampler after construction.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
-        vars(tracked)[_TRACKER] = self
+        vars(tracked)[TRACKER] = self
         if self.iterable is not None:
             vars(tracked)["dataset"] = self.iterable
             tracked.collate_fn = self._collate
         if self._worker_side is not None:
             tracked.collate_fn = self._worker_side.collate
             tracked.worker_init_fn = self._worker_side.init
+        forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
         return tracked
+
+    @property
+    def num_handed_out(self) -> int:
+        """How many index batches of the iteration that is under way were drawn so far."""
+        return self.index_side.record.handed_out
 
     @property
     def _has_living_workers(self) -> bool:
@@ -180,10 +164,18 @@ class TrackedLoader:
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
         self._is_asked = self._is_taken = False
+        if self._dataset is not None and self._dataset_state is not None:
+            self._dataset.load_state_dict(self._dataset_state)
+            self._dataset_state = None
         self._begin(plan, states)
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         started = self._started()
-        batches = CountedBatches(self._made(make_iterator), started, before_first=self.on_first_batch)
+        batches = CountedBatches(
+            self._made(make_iterator),
+            started,
+            before_first=self.on_first_batch,
+            not_exact=self.index_side.not_exact,
+        )
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
@@ -205,6 +197,7 @@ class TrackedLoader:
             num_out=record.first_batch,
             iterable=None if self.iterable is None else self.iterable.record,
             number=self._num_iterations,
+            dataset=self._dataset,
         )
         return self.iteration
 
@@ -299,6 +292,8 @@ class TrackedLoader:
             counts = [before + rounds for before in iteration.fetched_before]
         workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        if self._dataset is not None:
+            state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
             held = iteration.iterable
             position = None if held is None or self.num_workers else held.position_after(consumed)
@@ -313,6 +308,8 @@ class TrackedLoader:
             workers = _worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
         state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        if self._dataset is not None:
+            state["dataset"] = state_of(self._dataset)
         if self.iterable is not None:
             state["workers"] = workers and [{**w, "iterable": between(w["iterable"])} for w in workers]
             state["iterable"] = {"epoch": self.iterable.user_epoch, "position": self.iterable.between()}
@@ -324,6 +321,7 @@ class TrackedLoader:
             self._seeded.load_state_dict(state_dict)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])

@@ -7,7 +7,6 @@ after each of the last batches, from which the main process picks the one that b
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import pickle
 import signal
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
-
-_log = logging.getLogger(__name__)
 
 WorkerState = dict[str, Any]
 
@@ -42,6 +39,7 @@ class WorkerSide:
         default_init: Called in place of a missing `worker_init_fn`.
         iterable: What stands in for an iterable data set.
         leaves_rest: Whether samples that are too few for a whole batch make one.
+        has_state: Whether the state that a map-style data set keeps is to go on, too.
         per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
     """
 
@@ -53,6 +51,7 @@ class WorkerSide:
         default_init: Callable[[int], None] | None,
         iterable: IterableSide | None = None,
         leaves_rest: bool = True,
+        has_state: bool = False,
         per_sample: PerSampleDataset | None = None,
     ) -> None:
         self._per_sample = per_sample
@@ -64,9 +63,12 @@ class WorkerSide:
         self.resume_from: Sequence[WorkerState] | None = None
         self.strict = True
         self._leaves_rest = leaves_rest
+        self._has_state = has_state
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
+        self._not_exact: list[str] = []
+        self._num_said = 0
 
     @contextlib.contextmanager
     def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
@@ -95,17 +97,28 @@ class WorkerSide:
         self._held = HeldGenerators(self._roots())
         if self.resume_from is not None:
             self._resume(self.resume_from[worker_id], self._held)
+            if self._has_state:
+                self._dataset().load_state_dict(self.resume_from[worker_id]["dataset"])
         if self.iterable is not None:
             self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
+            self.iterable.not_exact = self._not_exact
             state = None if self.resume_from is None else self.resume_from[worker_id]
             self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
+        self._say_not_exact()
         self._leave_state()
 
     def _begin_iteration(self) -> None:
         assert self.ring is not None
         self.num_iterations += 1
+        self._say_not_exact()
         self._leave_state()
         self.ring.note_begin(self._worker, self.num_iterations, self._count)
+
+    def _say_not_exact(self) -> None:
+        assert self.ring is not None
+        if len(self._not_exact) > self._num_said:
+            self.ring.say(self._worker, self._not_exact)
+            self._num_said = len(self._not_exact)
 
     def _end_iteration(self, record: IterableRecord) -> None:
         assert self.ring is not None
@@ -117,38 +130,36 @@ class WorkerSide:
 
     def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
         missing = _load_worker_state(state, held)
-        if not missing:
-            return
-        message = (
-            f"Worker {self._worker} has no generator to restore the state of {', '.join(missing)} into. What is drawn"
-            " from it would differ from the uninterrupted run. Let its object make it before it is first used."
-        )
-        if self.strict:
-            raise NotExactError(message)
-        _log.warning(message)
+        if missing:
+            refuse(f"A worker goes on: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
 
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
         batch = self._collate_fn(samples)
         if self._worker >= 0 and self._per_sample is None:
             self._count += 1
+            self._say_not_exact()
             self._leave_state()
         return batch
 
     def state_bytes(self, dataset: Any) -> int:
         """Return about how long a worker's state will be, from the main process's copy of the data set."""
         held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn})
-        return len(_pack(held))
+        return len(_pack(held, dataset=dataset if self._has_state else None))
 
     def _roots(self) -> Mapping[str, Any]:
+        return {"dataset": self._dataset(), "collate_fn": self._collate_fn}
+
+    def _dataset(self) -> Any:
         info = get_worker_info()
-        return {"dataset": None if info is None else info.dataset, "collate_fn": self._collate_fn}
+        return None if info is None else info.dataset
 
     def _leave_state(self) -> None:
         assert self.ring is not None
         assert self._held is not None
         self._held.refresh()  # objects often make their generator when they are first used
-        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable))
+        dataset = self._dataset() if self._has_state else None
+        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset))
 
     def _handle_signals(self) -> None:
         # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
@@ -170,10 +181,12 @@ def unpack_worker_state(blob: bytes) -> WorkerState:
     return state
 
 
-def _pack(held: HeldGenerators, iterable: IterableSide | None = None) -> bytes:
+def _pack(held: HeldGenerators, iterable: IterableSide | None = None, dataset: Any = None) -> bytes:
     state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
+    if dataset is not None:
+        state["dataset"] = dataset.state_dict()
     return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -1,58 +1,107 @@
-"""Every ``torchmetrics.Metric`` of a module, persistent or not, as one state."""
+"""Every ``torchmetrics.Metric`` of a module, persistent or not, as one state; also what groups and tracks them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torchmetrics import Metric, SumMetric
+from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics.wrappers import MetricTracker
+
+_OF_EVERY_METRIC = vars(SumMetric()).keys()
 
 
-def named_metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
-    """Yield each metric in `module` with its path."""
-    return ((name, child) for name, child in module.named_modules() if isinstance(child, Metric))
+def named_metrics(module: nn.Module) -> dict[str, Metric]:
+    """Return each metric in `module` by its path."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+
+
+def _named_collections(module: nn.Module) -> dict[str, MetricCollection]:
+    return {name: child for name, child in module.named_modules() if isinstance(child, MetricCollection)}
+
+
+def _named_trackers(module: nn.Module) -> dict[str, MetricTracker]:
+    return {name: child for name, child in module.named_modules() if isinstance(child, MetricTracker)}
 
 
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return a copy of the state of each metric by its path: its state tensors and how often it was updated."""
-    return {name: metric_state(metric) for name, metric in named_metrics(module)}
+    """Return a copy of the state of each metric, and of what groups and tracks them, by path."""
+    metrics = {name: metric_state(metric) for name, metric in named_metrics(module).items()}
+    if not metrics:
+        return {"metrics": {}, "collections": {}, "trackers": {}}
+    return {
+        "metrics": metrics,
+        "collections": {name: _groups_state(found) for name, found in _named_collections(module).items()},
+        "trackers": {name: tracker.n_steps for name, tracker in _named_trackers(module).items()},
+    }
 
 
 def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Put each metric back to its state; return the paths of `state` that have no metric."""
-    metrics = dict(named_metrics(module))
-    for name in state.keys() & metrics.keys():
-        load_metric(metrics[name], state[name])
-    return sorted(state.keys() - metrics.keys())
+    """Put each metric back to its state; return the paths of what has nothing to go to."""
+    grow_trackers(module, state)
+    metrics, collections = named_metrics(module), _named_collections(module)
+    missing = sorted(state["metrics"].keys() - metrics.keys())
+    for name in state["metrics"].keys() & metrics.keys():
+        missing += [f"{name}.{value}" for value in load_metric(metrics[name], state["metrics"][name])]
+    for name in state["collections"].keys() & collections.keys():
+        _load_groups(collections[name], state["collections"][name])
+    return missing
+
+
+def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let each MetricTracker have a metric for each step that it had; does nothing the second time."""
+    trackers = _named_trackers(module)
+    for name in state["trackers"].keys() & trackers.keys():
+        while trackers[name].n_steps < state["trackers"][name]:
+            trackers[name].increment()
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
     """Return a copy of one metric's state."""
     values = {name: _copy(value) for name, value in metric.metric_state.items()}
-    return {"values": values, "attributes": _wrapper_attributes(metric), "update_count": metric.update_count}
+    return {"values": values, "attributes": _attributes(metric), "update_count": metric.update_count}
 
 
-def load_metric(metric: Metric, state: Mapping[str, Any]) -> None:
-    """Put one metric back to a state of `metric_state`."""
-    for name, value in state["values"].items():
-        setattr(metric, name, _copy(value, device=metric.device))
-    for name, value in state["attributes"].items():
+def load_metric(metric: Metric, state: Mapping[str, Any]) -> list[str]:
+    """Put one metric back to a state of `metric_state`; return the names of the states that it doesn't have."""
+    for name, value in {**state["values"], **state["attributes"]}.items():
         setattr(metric, name, _copy(value, device=metric.device))
     # torchmetrics has no public way to say that a metric was updated; without it `compute` warns and `sync` misjudges.
     metric._update_count = state["update_count"]
     metric._computed = None
+    # A metric that makes its states in its first update would make them anew, and forget these.
+    return sorted(state["values"].keys() - metric.metric_state.keys())
 
 
-def _wrapper_attributes(metric: Metric) -> dict[str, Any]:
-    # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states.
-    if not any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__):
-        return {}
-    known = vars(SumMetric()).keys() | metric.metric_state.keys()
+def _groups_state(collection: MetricCollection) -> dict[str, Any]:
+    # Groups are found in the first update, by states that happen to be equal then: another time they may be others.
+    return {
+        "groups": [list(group) for group in collection.compute_groups.values()],
+        "checked": collection._groups_checked,
+        "copied": collection._state_is_copy,
+    }
+
+
+def _load_groups(collection: MetricCollection, state: Mapping[str, Any]) -> None:
+    collection._groups = {index: list(group) for index, group in enumerate(state["groups"])}
+    collection._groups_checked = state["checked"]
+    collection._state_is_copy = False
+    if state["checked"] and not state["copied"]:
+        collection._compute_groups_create_state_ref()
+    collection._state_is_copy = state["copied"]
+
+
+def _attributes(metric: Metric) -> dict[str, Any]:
+    # The wrappers keep the extremes or the window that they have seen in plain attributes rather than in states, and
+    # some metrics an image or a map.
+    is_wrapper = any(kind.__module__.startswith("torchmetrics.wrappers") for kind in type(metric).__mro__)
+    kinds = (Tensor, int, float, bool) if is_wrapper else (Tensor,)
+    states = metric.metric_state
     return {
         name: _copy(value)
         for name, value in vars(metric).items()
-        if name not in known and isinstance(value, (Tensor, int, float, bool))
+        if isinstance(value, kinds) and name not in states and name not in _OF_EVERY_METRIC
     }
 
 

@@ -73,21 +73,29 @@ def _adds_to_state_dict(module: nn.Module) -> bool:
 
 
 def flags_state(module: nn.Module) -> dict[str, list[str]]:
-    """Return which modules are in evaluation mode and which parameters are frozen."""
+    """Return which modules are in evaluation mode, which norms track nothing, and which parameters are frozen."""
     return {
         "evaluating": [name for name, child in module.named_modules() if not child.training],
+        "untracked": [name for name, child in _norms(module) if not child.track_running_stats],
         "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
     }
 
 
 def load_flags(module: nn.Module, state: Mapping[str, list[str]]) -> None:
-    """Put each module's ``training`` and each parameter's ``requires_grad`` back."""
-    evaluating, frozen = set(state["evaluating"]), set(state["frozen"])
+    """Put each module's ``training``, each norm's tracking and each parameter's ``requires_grad`` back."""
+    evaluating, untracked, frozen = (set(state[name]) for name in ("evaluating", "untracked", "frozen"))
     for name, child in module.named_modules():
         child.training = name not in evaluating
+    for name, norm in _norms(module):
+        norm.track_running_stats = name not in untracked
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
+
+
+def _norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    # Freezing a batch norm, as Lightning's BaseFinetuning does, also stops its running statistics.
+    return ((name, child) for name, child in module.named_modules() if hasattr(child, "track_running_stats"))
 
 
 class TensorMarks:

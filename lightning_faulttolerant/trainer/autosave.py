@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,8 @@ class Autosaver:
         self._header = header
         self._budget = Budget(options.overhead_budget)
         self._saved_step: int | None = None
-        self._saved_at = 0.0
+        self.due_at = float("-inf")
+        """Until this time of the clock no autosave is due: a boundary need not ask before."""
         self.is_dumping = False
         self.saved: Position | None = None
 
@@ -68,9 +68,14 @@ class Autosaver:
             return True
         if self._options.every_n_train_steps is not None:
             return self._trainer.global_step - self._saved_step >= self._options.every_n_train_steps
+        return self._budget.now() >= self.due_at
+
+    def _next_due_at(self) -> float:
+        if self._options.every_n_train_steps is not None:
+            return float("-inf")  # steps tell, not the time
         if self._options.train_time_interval is not None:
-            return time.monotonic() - self._saved_at >= self._options.train_time_interval.total_seconds()
-        return self._budget.allows()
+            return self._budget.now() + self._options.train_time_interval.total_seconds()
+        return self._budget.next_at
 
     def save(self, position: Position) -> Path:
         """Save the state of this instant."""
@@ -136,7 +141,7 @@ class Autosaver:
         if is_first:
             load_file(path)
         seconds = self._budget.spend(began)
-        self._saved_step, self._saved_at, self.saved = position.global_step, time.monotonic(), position
+        self._saved_step, self.saved, self.due_at = position.global_step, position, self._next_due_at()
         _log.debug("Autosave %s in %.3f s", path, seconds)
         return path
 
@@ -146,7 +151,8 @@ def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]
     checkpoint["callbacks"] = instead["callbacks"]
-    weights = checkpoint["state_dict"]
+    # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
+    weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in weights})
     weights.update(instead["extra"])
     checkpoint["lr_schedulers"] = instead["schedulers"]

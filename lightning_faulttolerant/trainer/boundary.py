@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
 from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
@@ -28,7 +30,7 @@ class Boundary:
         stop: The stop signals.
         agreement: How the ranks agree on a stop.
         overhead_budget: Share of the time that captures may take.
-        wants_captures: Whether somebody needs one at each boundary all the same.
+        hook_saves: Knows whether somebody needs one at each boundary all the same.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Boundary:
         stop: StopSignals,
         agreement: Agreement,
         overhead_budget: float,
-        wants_captures: Callable[[], bool] = lambda: False,
+        hook_saves: HookSaves,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -50,8 +52,9 @@ class Boundary:
         self._stop = stop
         self._agreement = agreement
         self._budget = Budget(overhead_budget)
-        self._wants_captures = wants_captures
-        self._fetch_from_workers = loaders.has_workers()
+        self._hook_saves = hook_saves
+        self.fetches_from_workers = loaders.has_workers()
+        """Whether batches come from other processes: each fetch is to be noted, in `StopSignals.fetch_began`."""
         self._handed_out = -1
         self.capture: Capture | None = None
 
@@ -61,23 +64,15 @@ class Boundary:
         if signum is not None:
             self._save_for_stop()
             raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
-        if self._autosaver.is_due():
+        now = self._budget.now()
+        if now >= self._autosaver.due_at and self._autosaver.is_due():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
-        if self._budget.allows() or self._wants_captures():
+        if now >= self._budget.next_at or self._hook_saves.wants_captures:
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
             self._budget.spend(began)
-        if self._fetch_from_workers:
+        if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
-
-    def before_fetch(self) -> None:
-        """Note that a batch is asked for."""
-        if self._fetch_from_workers:
-            self._stop.fetch_began = time.monotonic()
-
-    def after_fetch(self) -> None:
-        """Note that the batch is there."""
-        self._stop.fetch_began = None
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
@@ -87,12 +82,12 @@ class Boundary:
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
         signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is None or self.capture is None or not self.has_current_capture():
-            self._stop.fetch_began = time.monotonic()
-            return
-        with self._stop.saving():
-            self._autosaver.save_capture(self.capture)
-        raise stopped_by(signum, str(self.capture.position))
+        if signum is not None and self.capture is not None:
+            with self._stop.saving():
+                is_saved = self._save_capture(self.capture)
+            if is_saved:
+                raise stopped_by(signum, str(self.capture.position))
+        self._stop.fetch_began = time.monotonic()
 
     def save_interrupted(self) -> bool:
         """Save what can be saved of a run that an exception ended; return whether a state was saved.
@@ -102,19 +97,25 @@ class Boundary:
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
-        if self.capture is None or self.capture.position == self._autosaver.saved or not self.has_current_capture():
+        if self.capture is None or self.capture.position == self._autosaver.saved:
             return False
-        self._autosaver.save_capture(self.capture)
-        return True
+        return self._save_capture(self.capture)
 
-    def has_current_capture(self) -> bool:
-        """Return whether there is a capture that may be saved.
+    def _save_capture(self, capture: Capture) -> bool:
+        """Save `capture`, if what it needs of now is as it was then; return whether it was saved.
 
-        None is where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
+        It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """
-        if self.capture is None or overrides_save_hook(self._trainer):
+        if overrides_save_hook(self._trainer):
             return False
-        return self.capture.is_current(self._trainer)
+        as_they_are: AbstractContextManager[None] = nullcontext()
+        swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []
+        for weights in (as_they_are, *swapped_back):
+            with weights:
+                if capture.is_current(self._trainer):
+                    self._autosaver.save_capture(capture)
+                    return True
+        return False
 
     def _is_waiting_for_workers(self) -> bool:
         # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.

@@ -17,17 +17,18 @@ class Budget:
     def __init__(self, share: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._share = share
         self._clock = clock
-        self._next = float("-inf")
+        self.next_at = float("-inf")
+        """From when on the action is allowed again."""
 
     def allows(self) -> bool:
         """Return whether the action may be done now."""
-        return self._clock() >= self._next
+        return self._clock() >= self.next_at
 
     def spend(self, began: float) -> float:
         """Note that the action was done from `began` until now; return its cost in seconds."""
         now = self._clock()
         cost = now - began
-        self._next = now + cost * (1 - self._share) / self._share
+        self.next_at = now + cost * (1 - self._share) / self._share
         return cost
 
     def now(self) -> float:

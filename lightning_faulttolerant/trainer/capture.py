@@ -27,6 +27,7 @@ from lightning_faulttolerant.state.tensors import (
     load_gradients,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.monitors.states import load_monitors, monitors_state
@@ -43,6 +44,7 @@ PARTS = {
     "metrics": "metrics",
     "results": "logged values",
     "flags": "training and frozen flags",
+    "callbacks": "what callbacks keep and do not save",
     "trainer": "trainer attributes",
 }
 
@@ -69,6 +71,9 @@ class Capture:
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
+        num_groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+        if num_groups != [len(groups) for groups in self.param_groups]:
+            return False  # a BaseFinetuning has unfrozen something
         return self.marks.unmoved(moving_tensors(trainer))
 
 
@@ -115,6 +120,7 @@ class RunState:
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
+            "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
             "files": self.files.state_dict(),
             "monitors": monitors_state(trainer),
@@ -134,6 +140,7 @@ class RunState:
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
+            "callbacks": lambda part: load_callbacks(trainer, named_callbacks(compat.callbacks(trainer)), part),
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": lambda part: load_gradients(module, part),
@@ -183,8 +190,8 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
 
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
-    """Return the tensors that an optimizer step changes: parameters and optimizer states."""
-    tensors: list[Tensor] = list(trainer.lightning_module.parameters())
+    """Return what a dump of Lightning's takes as it is then: parameters, optimizer states, averaged weights."""
+    tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
@@ -51,8 +53,10 @@ class Fingerprint:
         return self._settings
 
 
-def loader_fingerprint(loader: DataLoader[Any], *, is_per_sample: bool = False) -> dict[str, Any]:
+def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str, Any]:
     """Return what a loader's batches depend on: not on its workers, where each sample is seeded."""
+    if not isinstance(loader, DataLoader):  # of others nothing is known
+        return {"class": type(loader).__qualname__}
     workers = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
     if is_per_sample and isinstance(loader.dataset, IterableDataset):  # its samples can't be seeded
         is_per_sample = False
@@ -67,8 +71,10 @@ def loader_fingerprint(loader: DataLoader[Any], *, is_per_sample: bool = False) 
 
 
 def module_fingerprint(module: LightningModule) -> dict[str, Any]:
-    """Return names and shapes of the parameters."""
-    parameters = {name: list(parameter.shape) for name, parameter in module.named_parameters()}
+    """Return names and shapes of the parameters, as they are before any is pruned."""
+    buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
+    found = without_masks({**dict(module.named_parameters()), **buffers})
+    parameters = {name: list(value.shape) for name, value in found.items() if value is not None}
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 
@@ -86,7 +92,8 @@ def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
 
 def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class and the arguments of an optimizer."""
-    defaults = {name: _plain(value) for name, value in optimizer.defaults.items()}
+    # torch adds this default when it loads a state.
+    defaults = {"differentiable": False, **{name: _plain(value) for name, value in optimizer.defaults.items()}}
     return {"class": type(optimizer).__qualname__, **defaults}
 
 
@@ -124,6 +131,8 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
         found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
+    if is_hugging_face(dataset):
+        return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if isinstance(value, Dataset) and depth < _DEPTH:
             found[name] = _dataset(value, depth + 1)
@@ -166,8 +175,13 @@ def _plain(value: Any) -> Any:
         return sorted(str(_plain(item)) for item in value)
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if value is None or isinstance(value, bool):
         return value
+    # What derives from them, an Enum of Lightning's or a float of NumPy's, would not load with weights_only=True.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
     # The default text of an object holds its address, which is another one in every process.
     text = repr(value)
     return f"a {type(value).__qualname__}" if " at 0x" in text else text

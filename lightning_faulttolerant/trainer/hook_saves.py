@@ -8,6 +8,7 @@ since, or where hooks of the same event stood behind the saving one whose argume
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from lightning_faulttolerant.trainer.position import (
     position_of,
 )
 from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
+
+_log = logging.getLogger(__name__)
 
 MODULE = "module"
 _PLACES = {
@@ -78,6 +81,7 @@ class HookSaves:
     def __init__(self, trainer: Trainer, run_state: RunState) -> None:
         self._trainer = trainer
         self._run_state = run_state
+        self._warned_of: set[str] = set()
         self.wants_captures = _saves_in_a_batch(trainer)
         """Whether a state is to be kept at each boundary, since somebody saves in the middle of batches."""
 
@@ -89,6 +93,14 @@ class HookSaves:
             saver: The callback whose it is; ``None`` for the module.
             capture: The last one that was taken, if any.
         """
+        save = self._made(hook, saver, capture)
+        if save.inexact and hook not in self._warned_of:
+            self._warned_of.add(hook)
+            reasons = "; ".join(save.inexact)
+            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
+        return save
+
+    def _made(self, hook: str, saver: Callback | None, capture: Capture | None) -> HookSave:
         where = None if self._trainer.sanity_checking else _PLACES.get(hook)
         if where is None and capture is not None:
             return self._from_capture(hook, capture)

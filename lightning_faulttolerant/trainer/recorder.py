@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_faulttolerant.state.blobs import tensor_to_blob
 from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.metrics import metrics_state
+from lightning_faulttolerant.state.tensors import flags_state
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.callback import FaultTolerance
+from lightning_faulttolerant.trainer.capture import named_callbacks
+from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 
 
 class Recorder(Callback):
@@ -45,12 +51,14 @@ class Recorder(Callback):
             trainer.loggers = [*trainer.loggers, RecordingLogger(self)]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Record the contents of a batch."""
+        """Record the contents of a batch, and the metrics that the trainer shows before it."""
         self._tell_resume(trainer)
         fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
         place = compat.num_completed(trainer) if fetches else batch_idx
         content = None if fetches else digest(batch)
-        self.write("batch", epoch=trainer.current_epoch, batch=place, content=content)
+        # Not by `trainer.callback_metrics`, which computes and changes what it shows.
+        shown = digest(logger_connector_state(trainer)["metrics"])
+        self.write("batch", epoch=trainer.current_epoch, batch=place, content=content, shown=shown)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -192,10 +200,37 @@ def _feed(state: Any, value: Any) -> None:
 
 
 def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -> None:
-    """Record the weights, the optimizer states and the generators' next draws behind a fit."""
-    weights = dict(trainer.lightning_module.state_dict())
-    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+    """Record what a fit leaves behind: weights, optimizers, metrics, callbacks, and the generators' next draws."""
+    module = trainer.lightning_module
     metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
-    held = HeldGenerators({"module": trainer.lightning_module, "loaders": compat.user_loaders(trainer)}).state_dict()
-    states = {"weights": weights, "optimizers": optimizers, "held generators": held}
-    recorder.write("end", metrics=metrics, draws=dict(draws), **{name: digest(s) for name, s in states.items()})
+    states = {
+        "weights": dict(module.state_dict()),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
+        "metric states": metrics_state(module),
+        "flags": flags_state(module),
+        "shown": logger_connector_state(trainer)["metrics"],
+        "trainer": [trainer.max_epochs, trainer.should_stop, trainer.accumulate_grad_batches, trainer.global_step],
+    }
+    recorder.write(
+        "end",
+        metrics=metrics,
+        draws=dict(draws),
+        callbacks=_callbacks(trainer),
+        **{name: digest(state) for name, state in states.items()},
+    )
+
+
+def _callbacks(trainer: Trainer) -> dict[str, str]:
+    """Return a digest of each callback's state, of what it keeps besides, and of the modules that it holds."""
+    # A Timer tells the time, and checkpoint callbacks name files: both are other ones in every run.
+    compared = [c for c in compat.callbacks(trainer) if not isinstance(c, (Timer, Checkpoint))]
+    kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))
+    states = {}
+    for name, callback in named_callbacks(compared).items():
+        modules = {key: value.state_dict() for key, value in vars(callback).items() if isinstance(value, nn.Module)}
+        state = [callback.state_dict(), kept.get(name), modules]
+        if any(state):
+            states[name] = digest(state)
+    return states

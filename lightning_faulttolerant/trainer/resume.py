@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,7 +13,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
-from lightning_faulttolerant.trainer.adapters import restore_best_models
+from lightning_faulttolerant.state.metrics import grow_trackers
+from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
+from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
@@ -21,7 +25,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
 
 _log = logging.getLogger(__name__)
@@ -69,18 +73,19 @@ class Resume:
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self.position: Position | None = None
-        self.report: ResumeReport | None = None
+        self._report: ResumeReport | None = None
         self.is_pending = True
         if self._part is None:
-            self._without_our_part()
+            self._without_our_part(choice.checkpoint or {})
         else:
             self._read(self._part)
 
-    def _without_our_part(self) -> None:
+    def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
         self._not_exact.append(
             f"the checkpoint has no part of {KEY}: order of samples, random generators, metrics and logged values of"
             " the epoch start anew, as Lightning does"
         )
+        self._loaders.lightning_restores = any(loader_states(checkpoint))
 
     def _read(self, part: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
@@ -96,7 +101,10 @@ class Resume:
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         self._state = unpack_blobs(part["ranks"][0])
+        if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
+            grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
+        self._loaders.goes_on = "loaders" in self._state
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
@@ -108,7 +116,11 @@ class Resume:
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
             self._callback_states = checkpoint["callbacks"]
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
         if "loops" in checkpoint:
+            if not self._state.get("loaders", {}).get("left"):
+                loader_states(checkpoint).clear()  # each loader's place is put back once, by us
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
 
     def begin(self) -> None:
@@ -171,11 +183,14 @@ class Resume:
         """Make sure that a finished fit that is to train more can.
 
         Raises:
-            NotExactError: If `strict`, and it ended inside an epoch.
+            NotExactError: If `strict`, and it ended inside an epoch, or a callback closed it for good.
         """
         # Setting the data up has begun an epoch already, before the state was back: it begins once more.
         self._loaders.resume_from(self._state.get("loaders", {}))
         position = self.position
+        ended = why_ended(self._trainer)
+        if ended is not None:
+            self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
         if position is not None and 0 < position.batch < self._trainer.num_training_batches:
             self._fails(
                 f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."
@@ -194,6 +209,14 @@ class Resume:
         self._not_exact += missing
         self.settle()
 
+    @property
+    def report(self) -> ResumeReport | None:
+        """What was restored, and what of it has turned out since not to be exact: a worker may say so later."""
+        return self._report and replace(self._report, not_exact=self._all_not_exact())
+
+    def _all_not_exact(self) -> tuple[str, ...]:
+        return (*self._not_exact, *self._loaders.not_exact)
+
     def settle(self) -> None:
         """End the resume and report it."""
         if not self.is_pending:
@@ -204,7 +227,7 @@ class Resume:
         saved = self._part["surroundings"] if self._part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
-        self.report = ResumeReport(
+        self._report = ResumeReport(
             path=self._path,
             position=str(position) if position is not None else "where Lightning takes it to be",
             epoch=self._trainer.current_epoch if position is None else position.epoch,
@@ -213,12 +236,12 @@ class Resume:
             else position.batch,
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
-            not_exact=(*self._not_exact, *self._loaders.not_exact),
+            not_exact=self._all_not_exact(),
             notes=(*notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}
         with above_the_bar():
-            rank_zero_info(f"{self.report}")
+            rank_zero_info(f"{self._report}")
         if position is not None and position.is_in_epoch:
             go_on_at(self._trainer, position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_faulttolerant.trainer import compat
 
@@ -16,8 +16,8 @@ def overrides_save_hook(trainer: Trainer) -> bool:
     module = compat.datamodule(trainer)
     if module is not None and _keeps_state(type(module)):
         return True
-    users = (c for c in compat.callbacks(trainer) if not type(c).__module__.startswith(_NOT_USERS))
-    return any(type(c).on_save_checkpoint is not Callback.on_save_checkpoint for c in users)
+    # What a user's class inherits from one of Lightning's is Lightning's; a LambdaCallback's hook is its instance's.
+    return any(not c.on_save_checkpoint.__module__.startswith(_NOT_USERS) for c in compat.callbacks(trainer))
 
 
 def _keeps_state(kind: type[LightningDataModule]) -> bool:

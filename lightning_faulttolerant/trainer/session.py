@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,6 @@ class Session:
         self.autosaver: Autosaver | None = None
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
-        self._warned_of: set[str] = set()
 
     @property
     def report(self) -> ResumeReport | None:
@@ -202,10 +202,6 @@ class Session:
         assert self._hook_saves is not None
         hook, saver = compat.running_hook(self._trainer)
         save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
-        if save.inexact and hook not in self._warned_of:
-            self._warned_of.add(hook)
-            reasons = "; ".join(save.inexact)
-            _log.warning("A checkpoint saved in %s can't be resumed exactly: %s.", hook or "a call", reasons)
         return self.autosaver.make_part_for(save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
@@ -334,6 +330,7 @@ class Session:
 
     def _make_boundary(self) -> Boundary:
         assert self.autosaver is not None
+        assert self._hook_saves is not None
         if self._boundary is None:
             self._boundary = Boundary(
                 self._trainer,
@@ -343,26 +340,30 @@ class Session:
                 stop=self._stop,
                 agreement=SoleRank(),
                 overhead_budget=self._options.overhead_budget,
-                wants_captures=lambda: self._hook_saves is not None and self._hook_saves.wants_captures,
+                hook_saves=self._hook_saves,
             )
         return self._boundary
 
     def _wrap_advance(self, original: Method) -> Method:
         def advance(data_fetcher: Any) -> None:
-            if self.autosaver is not None:
-                (self._boundary or self._make_boundary()).before_batch()
+            if self._boundary is not None:
+                self._boundary.before_batch()
+            elif self.autosaver is not None:
+                self._make_boundary().before_batch()
             original(data_fetcher)
 
         return advance
 
     def _wrap_before_fetch(self, original: Method) -> Method:
+        loaders = self._loaders
+
         def before_fetch() -> None:
-            if self._loaders.fetches_ahead:
-                self._loaders.mark()
-            if self._boundary is not None:
-                self._boundary.before_fetch()
+            if loaders.fetches_ahead:
+                loaders.mark()
+            if self._boundary is not None and self._boundary.fetches_from_workers:
+                self._stop.fetch_began = time.monotonic()
             original()
-            self._loaders.begin_fetch()
+            loaders.begin_fetch()
 
         return before_fetch
 
@@ -370,8 +371,7 @@ class Session:
         def after_fetch() -> None:
             self._loaders.end_fetch()
             original()
-            if self._boundary is not None:
-                self._boundary.after_fetch()
+            self._stop.fetch_began = None
 
         return after_fetch
 

@@ -17,13 +17,17 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
-from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
+from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
+from lightning_faulttolerant.trainer.patches import Patches
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +37,12 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Where the training loaders were right before a batch was fetched, and the random states of that instant."""
+    """Where the training loaders were right before a batch was fetched, and the random states of that instant.
 
-    iterations: Mapping[str, tuple[Iteration | None, int]]
+    ``iterations`` are each tracker's own iteration, and how many batches of it had come out.
+    """
+
+    iterations: Mapping[str, tuple[Any, int]]
     combined: Mapping[str, Any] | None
     rng: Mapping[str, bytes]
     held: Mapping[str, Mapping[str, bytes]]
@@ -78,10 +85,18 @@ class Loaders:
         self.fetches_ahead = False
         """Whether each training batch is fetched while the one before it is still to be trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
-        self.trackers: dict[str, TrackedLoader] = {}
+        self.trackers: dict[str, TrackedLoader | OwnLoader] = {}
+        self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
+        self.goes_on = False
+        """Whether this fit goes on from a checkpoint with the loaders' places."""
+        self.lightning_restores = False
+        """Whether Lightning gives the loaders states of their own, from a checkpoint that is not of ours."""
+        self._left: list[str] = []
+        self._followed: list[OwnLoader] = []
+        self._patches = Patches()
         self._own: dict[str, OwnState] = {}
         self.not_exact: list[str] = []
 
@@ -108,6 +123,7 @@ class Loaders:
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
+        self._left = list(states.get("left", ()))
         self._states = states.get("places", {})
         self._states_of_own = states.get("own", {})
         self.load_own(self._states_of_own)
@@ -124,7 +140,7 @@ class Loaders:
 
     def resumed(self) -> None:
         """Let loaders that are processed from now on begin at their beginning."""
-        self._states, self._states_of_own = {}, {}
+        self._states, self._left, self._states_of_own = {}, [], {}
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
@@ -133,7 +149,8 @@ class Loaders:
         place = f"{stage}/{index}"
         if self._manual:
             return self._leave(stage, place, loader)
-        reason = why_not_exact(loader)
+        is_own = keeps_own_state(loader)
+        reason = why_state_is_no_use(loader) if is_own else self._why_not_followed(loader, stage)
         if reason is not None:
             self.untracked[place] = loader
             # What is not seeded per sample would depend on the number of workers.
@@ -141,21 +158,55 @@ class Loaders:
             if stage == TRAIN or is_seeded or not needs_no_position(loader):
                 self._refuse(place, reason)
             return loader
-        seeds = self._seeds_of(place, loader)
-        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
-        tracker.index_side.strict = self._strict
+        if place in self._left:
+            self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
+        tracker, followed = self._follow_own(loader) if is_own else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
-        tracker.index_side.not_exact = self.not_exact
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
             tracker.on_first_batch = self._before_first_batch
+            if isinstance(tracker, TrackedLoader):
+                self._index_sides[place] = tracker.index_side
         self.trackers[place] = tracker
         self.fingerprints[place] = loader_fingerprint(loader, is_per_sample=self._seeds is not None)
-        tracked = tracker.copy_of(loader)
-        self._originals.append((tracked, loader))
         self._check(place, self.fingerprints[place])
         self._resume(place, tracker)
-        return tracked
+        return followed
+
+    def _why_not_followed(self, loader: Any, stage: str) -> str | None:
+        reason = why_not_exact(loader)
+        if reason is not None or not keeps_own_position(loader):
+            return reason
+        if stage == TRAIN and self.lightning_restores:
+            return "the checkpoint was saved without FaultTolerance and holds a state that the loader is to load itself"
+        if was_given_position(loader) and not self.goes_on:
+            return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
+        if self._seeds is not None and stateful_dataset(loader) is not None:
+            return 'its data set keeps a state, which is not saved with worker_rng="per_sample"'
+        return None
+
+    def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
+        seeds = self._seeds_of(place, loader)
+        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
+        tracker.index_side.strict = self._strict
+        tracker.index_side.not_exact = self.not_exact
+        tracked = tracker.copy_of(loader)
+        self._originals.append((tracked, loader))
+        if keeps_own_position(loader):
+            # A data module may ask the loader that it holds, which is at its beginning all the time.
+            self._patches.replace(loader, "state_dict", tracked.state_dict)  # type: ignore[attr-defined]
+            self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
+        return tracker, tracked
+
+    def _follow_own(self, loader: Any) -> tuple[OwnLoader, Any]:
+        for tracker in self._followed:
+            if tracker.loader is loader:  # loaders are reloaded, and this is the one of before
+                return tracker, loader
+        tracker = OwnLoader(loader)
+        tracker.strict, tracker.not_exact = self._strict, self.not_exact
+        tracker.follow()
+        self._followed.append(tracker)
+        return tracker, loader
 
     def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
         if self._seeds is None:
@@ -184,7 +235,7 @@ class Loaders:
             if place in self._own and only in (None, place):
                 self._own[place].load_state_dict(state)
 
-    def _resume(self, place: str, tracker: TrackedLoader) -> None:
+    def _resume(self, place: str, tracker: TrackedLoader | OwnLoader) -> None:
         if place in self._states:
             tracker.load_state_dict(self._states[place])
 
@@ -231,7 +282,7 @@ class Loaders:
         if not self._is_marked and compat.fetches_ahead(self._trainer):
             self.mark()
 
-    def _training(self) -> dict[str, TrackedLoader]:
+    def _training(self) -> dict[str, TrackedLoader | OwnLoader]:
         return {
             place: tracker
             for place, tracker in self.trackers.items()
@@ -251,16 +302,16 @@ class Loaders:
             if not place.startswith(TRAIN) and not tracker.is_gone
         }
         for place, tracker in self._training().items():
-            iteration, num_out = (tracker.iteration, None) if mark is None else mark.iterations.get(place, (None, 0))
-            if iteration is not None and num_out is None:
-                num_out = iteration.num_out
-            places[place] = tracker.state_dict(num_out if in_epoch and iteration is not None else None, iteration)
+            iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
+            num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
+            places[place] = tracker.state_dict(num_out if in_epoch else None, iteration)
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
         own = self._own_states()
         if mark is not None:
             own.update({place: state for place, state in mark.own.items() if place.startswith(TRAIN)})
         return {
             "places": places,
+            "left": [place for place in self.untracked if place.startswith(TRAIN)],
             "own": own,
             "combined": combined if in_epoch else None,
             "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},
@@ -287,7 +338,10 @@ class Loaders:
 
     def num_handed_out(self) -> int:
         """Return how many index batches of the training epoch were drawn so far."""
-        return sum(t.index_side.record.handed_out for place, t in self.trackers.items() if place.startswith(TRAIN))
+        num = 0
+        for side in self._index_sides.values():  # at each boundary: a generator would cost more than all the rest
+            num += side.record.handed_out
+        return num
 
     def close_workers(self) -> None:
         """End all workers at once, those that are stuck too."""
@@ -304,10 +358,22 @@ class Loaders:
         replaced = {id(tracked): original for tracked, original in self._originals}
         for combined in compat.combined_loaders(self._trainer):
             combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
+        for tracker in self._followed:
+            tracker.leave()
+        self._patches.undo()
+        self._followed.clear()
         self.trackers.clear()
+        self._index_sides.clear()
         self.untracked.clear()
         self._own.clear()
         self._originals.clear()
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """Return the states that a checkpoint holds of loaders with a ``state_dict``, which Lightning gives every rank."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states: list[Any] = fit_loop.get("combined_loader", [])
+    return states
 
 
 def _default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:

@@ -14,8 +14,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
+from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.runs import Cut, NoisyCollate, assert_goes_on, each_cut, each_num_workers, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
@@ -210,3 +211,23 @@ def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
 
     with pytest.raises((NotExactError, AssertionError), match="it keeps a state of its own"):
         assert_resumes_exactly(fit, [KillAt(14)], options={"every_n_train_steps": 13})
+
+
+@each_num_workers
+def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: Path) -> None:
+    """With ``strict=False`` the run goes on with other samples, and the report says so, of workers too, once."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Trainer:
+        train = DataLoader(CountingStream(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0)
+        trainer = fit_net(callbacks, directory, train=train)
+        for callback in callbacks:
+            if isinstance(callback, FaultTolerance) and callback.resume_report is not None:
+                (tmp_path / "report.txt").write_text(str(callback.resume_report))
+        return trainer
+
+    options = {"every_n_train_steps": 13, "strict": False}
+    with pytest.raises(NotTheSame, match=r"Event \d+ of the interrupted run differs"):
+        assert_resumes_exactly(fit, [KillAt(14)], options=options, directory=tmp_path)
+    report = (tmp_path / "report.txt").read_text()
+    assert report.startswith("Resumed NOT EXACTLY")
+    assert report.count(f"CountingStream gives another sample {8 if num_workers else 20} than before") == 1

@@ -122,6 +122,22 @@ def test_memory_is_shared_with_a_worker(method: str) -> None:
     assert ring.get(0, 0) == b"mine"
 
 
+def test_what_workers_say_arrives() -> None:
+    """Sentences of any worker arrive once each, as much of them as there is room for; states stay whole."""
+    ring = WorkerRing(num_workers=3, num_slots=1, slot_bytes=8)
+    for worker in range(3):
+        ring.put(worker, 0, b"state %d" % worker)
+    assert ring.said() == []
+    ring.say(1, ["one", "zwölf"])
+    ring.say(2, ["one"])
+    ring.say(2, ["one", "two"])
+    assert ring.said() == ["one", "zwölf", "two"]
+    ring.say(0, ["ö" * 4096])
+    assert ring.said()[0] == "ö" * (len(ring.said()[0]))
+    assert 1000 < len(ring.said()[0]) < 4096
+    assert [ring.get(worker, 0) for worker in range(3)] == [b"state 0", b"state 1", b"state 2"]
+
+
 def test_close_tells_every_worker() -> None:
     """Each worker, started or not, sees that it is to end."""
     ring = WorkerRing(num_workers=3, num_slots=1, slot_bytes=8)

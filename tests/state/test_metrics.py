@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.classification import (
+    BinaryAccuracy,
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    BinaryF1Score,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+    MulticlassPrecision,
+)
+from torchmetrics.wrappers import MetricTracker
 
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state, named_metrics
 
@@ -38,7 +47,7 @@ def update(module: Module, seed: int) -> None:
 
 def results(module: Module) -> dict[str, Any]:
     """Return what every metric computes."""
-    single = {name: metric.compute().tolist() for name, metric in named_metrics(module) if "." not in name}
+    single = {name: metric.compute().tolist() for name, metric in named_metrics(module).items() if "." not in name}
     return {**single, **{name: value.item() for name, value in module.collection.compute().items()}}
 
 
@@ -116,7 +125,7 @@ def test_state_is_a_copy() -> None:
 def test_reading_the_state_computes_nothing() -> None:
     """A metric that was never updated is read without the warning that computing it would give."""
     module = Module()
-    assert all(entry["update_count"] == 0 for entry in metrics_state(module).values())
+    assert all(entry["update_count"] == 0 for entry in metrics_state(module)["metrics"].values())
     assert module.mean._computed is None
 
 
@@ -124,7 +133,7 @@ def test_every_metric_is_found_by_its_path() -> None:
     """Metrics in containers and collections are found, the persistent and the others."""
     module = Module()
     module.mean.persistent(True)
-    names = [name for name, metric in named_metrics(module) if isinstance(metric, Metric)]
+    names = list(named_metrics(module))
     assert names[:3] == ["mean", "values", "nested.max"]
     assert len(names) == 6
 
@@ -148,3 +157,101 @@ def test_running_sums_in_other_dtypes_come_back() -> None:
     load_metrics(fresh, metrics_state(saved))
     assert fresh["mean"].compute().dtype == torch.float64
     assert fresh["mean"].compute().item() == saved["mean"].compute().item()
+
+
+def test_groups_are_those_of_the_first_update() -> None:
+    """Metrics that were merged into a group, as their states were equal then, stay merged, and the others apart."""
+
+    def make() -> nn.ModuleDict:
+        names = {"low": BinaryAccuracy(0.4), "high": BinaryAccuracy(0.6), "f1": BinaryF1Score(0.4)}
+        return nn.ModuleDict({"collection": MetricCollection(names)})
+
+    saved, fresh = make(), make()
+    # Both thresholds find the same in this batch: torchmetrics takes the two for one from here on.
+    saved["collection"].update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
+    assert load_metrics(fresh, safe(metrics_state(saved))) == []
+    assert fresh["collection"].compute_groups == saved["collection"].compute_groups == {0: ["f1", "high", "low"]}
+    for module in (saved, fresh):
+        module["collection"].update(torch.tensor([0.5, 0.5]), torch.tensor([0, 1]))
+    assert fresh["collection"].compute() == saved["collection"].compute()
+    assert_equal(metrics_state(fresh), metrics_state(saved))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_list_states_of_a_group_are_shared_again(reads: bool) -> None:
+    """Metrics of a group go on to share their lists, or to have copies where the collection was read."""
+
+    def make() -> nn.ModuleDict:
+        return nn.ModuleDict({"c": MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])})
+
+    saved, fresh = make(), make()
+    saved["c"].update(torch.tensor([0.1, 0.9, 0.4]), torch.tensor([0, 1, 1]))
+    if reads:
+        list(saved["c"].items())
+    load_metrics(fresh, safe(metrics_state(saved)))
+    for module in (saved, fresh):
+        first, second = module["c"]._modules.values()
+        assert (first.preds is second.preds) == (not reads)
+        module["c"].update(torch.tensor([0.2, 0.3]), torch.tensor([1, 0]))
+    assert fresh["c"].compute() == saved["c"].compute()
+
+
+def test_tracker_grows_to_its_steps() -> None:
+    """A MetricTracker has a metric for each of its steps again, and goes on to the next."""
+
+    def make() -> nn.ModuleDict:
+        return nn.ModuleDict({"tracker": MetricTracker(MeanMetric(), maximize=True)})
+
+    saved, fresh = make(), make()
+    for value in (1.0, 3.0):
+        saved["tracker"].increment()
+        saved["tracker"].update(value)
+    assert load_metrics(fresh, safe(metrics_state(saved))) == []
+    for module in (saved, fresh):
+        module["tracker"].increment()
+        module["tracker"].update(2.0)
+        assert module["tracker"].compute_all().tolist() == [1.0, 3.0, 2.0]
+
+
+class LateStates(Metric):
+    """Makes its states when it sees its first batch."""
+
+    is_ready = False
+
+    def update(self, values: Tensor) -> None:
+        if not self.is_ready:
+            self.add_state("total", torch.zeros(values.shape[1:]), dist_reduce_fx="sum")
+            self.is_ready = True
+        self.total = self.total + values.sum(0)
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_states_that_a_fresh_metric_does_not_have_are_named() -> None:
+    """A metric that will make its states anew, and forget those that were put back, is named."""
+    saved, fresh = nn.ModuleDict({"late": LateStates()}), nn.ModuleDict({"late": LateStates()})
+    saved["late"].update(torch.ones(2, 3))
+    assert load_metrics(fresh, safe(metrics_state(saved))) == ["late.total"]
+
+
+class WithMap(Metric):
+    """Sums a map in an attribute that is no state, as torchmetrics' own metric of images does."""
+
+    map: Tensor | None = None
+
+    def update(self, values: Tensor) -> None:
+        self.map = values if self.map is None else self.map + values
+
+    def compute(self) -> Tensor:
+        assert self.map is not None
+        return self.map
+
+
+def test_tensors_in_attributes_come_back() -> None:
+    """A tensor that a metric keeps without having declared it a state goes on."""
+    saved, fresh = nn.ModuleDict({"map": WithMap()}), nn.ModuleDict({"map": WithMap()})
+    saved["map"].update(torch.tensor([1.0, 2.0]))
+    assert load_metrics(fresh, safe(metrics_state(saved))) == []
+    fresh["map"].update(torch.tensor([1.0, 1.0]))
+    assert fresh["map"].compute().tolist() == [2.0, 3.0]

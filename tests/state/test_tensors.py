@@ -122,7 +122,7 @@ def test_flags_come_back() -> None:
     fresh[2].bias.requires_grad_(False)
     load_flags(fresh, safe(flags_state(saved)))
     assert flags_state(fresh) == flags_state(saved)
-    assert flags_state(fresh) == {"evaluating": ["1"], "frozen": ["0.weight"]}
+    assert flags_state(fresh) == {"evaluating": ["1"], "untracked": [], "frozen": ["0.weight"]}
 
 
 def test_evaluation_mode_of_a_parent_is_no_childs() -> None:

@@ -54,7 +54,7 @@ def _make_item(trainer: Trainer, state: Mapping[str, Any]) -> Any:
         for name, value in state["sums"].items():
             setattr(item, name, value.detach().clone().to(device))
     else:
-        metric = dict(named_metrics(trainer.lightning_module)).get(item.meta.metric_attribute or "")
+        metric = named_metrics(trainer.lightning_module).get(item.meta.metric_attribute or "")
         if metric is None:
             return None
         item.value = metric

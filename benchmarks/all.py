@@ -1,0 +1,53 @@
+"""Runs every benchmark, keeps the figures in `performance.json`, and makes the page's tables and its plot of them anew.
+
+Run `make bench` on a machine that does nothing else; `--report` only makes tables and plot anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import overhead, parts, report, resume, size
+
+DOCS = Path(__file__).parent.parent / "docs"
+_RUN = {"overhead": overhead.main, "parts": parts.main, "resume": resume.main, "size": size.main}
+
+
+def measure(directory: Path, *, only: list[str], quick: bool) -> None:
+    """Run the benchmarks and put their figures beside those that are there."""
+    kept = directory / "performance.json"
+    figures = json.loads(kept.read_text()) if kept.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in only:
+            print(f"{name}:", flush=True)
+            output = Path(temporary) / f"{name}.json"
+            _RUN[name](["--output", str(output), *(["--quick"] if quick else [])])
+            figures[name] = json.loads(output.read_text())
+            kept.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, then make the page and the plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", choices=_RUN, help="only this one; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="short runs, to see that it runs: figures mean nothing")
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--directory", type=Path, default=DOCS, help="where page, plot and figures are (default: docs/)"
+    )
+    options = parser.parse_args(arguments)
+    if not options.report:
+        measure(options.directory, only=options.only or list(_RUN), quick=options.quick)
+    figures = json.loads((options.directory / "performance.json").read_text())
+    page = options.directory / "performance.md"
+    page.write_text(report.filled(page.read_text(), figures))
+    report.draw(options.directory / "performance.svg", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""A user's own loader, followed by the state that it keeps itself, and held to it.
+
+That state is taken right before each fetch. To resume, the one from before the last batch that was used is put back and
+that batch is drawn again: it has to be the same one, so a state that lacks something is found out, not trusted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
+from lightning_faulttolerant.loader.sample_digest import sample_digest
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_KEPT_FETCHES = 4  # the trainer is at most one batch behind what was fetched
+
+
+def keeps_own_state(loader: object) -> bool:
+    """Return whether `loader` is an object of the user's that says where it is, in this process."""
+    if isinstance(loader, DataLoader) and (keeps_own_position(loader) or loader.num_workers):
+        return False
+    return has_state_methods(loader)
+
+
+def why_state_is_no_use(loader: Any) -> str | None:
+    """Return why the state that `loader` keeps can't be used, or ``None`` if it can."""
+    strange = what_is_not_plain(loader.state_dict())
+    if strange is not None:
+        return f"its state_dict has {strange}, and checkpoints hold plain values and tensors only"
+    user_class = type(loader)
+    try:
+        _swap(loader, _class_of(user_class, lambda make_iterator: make_iterator()))
+    except TypeError:
+        return f"the class {user_class.__name__} can't be derived from, so it can't be followed"
+    _swap(loader, user_class)
+    return None
+
+
+@dataclass(kw_only=True, slots=True)
+class Fetch:
+    """The instant before a batch was fetched, and a digest of the batch."""
+
+    state: Any
+    moment: Moment
+    digest: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnIteration:
+    """One run over the loader: the instant before it was begun, and before each of its last fetches."""
+
+    start: Fetch
+    num_out: int = 0
+    fetches: deque[tuple[int, Fetch]] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
+
+
+class OwnLoader:
+    """Follows a loader that keeps a state of its own through its iterations.
+
+    Args:
+        loader: The user's loader; `why_state_is_no_use` must be ``None`` for it.
+    """
+
+    num_workers = 0
+    num_handed_out = 0
+    is_gone = False
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._user_class = type(loader)
+        self._plan: Mapping[str, Any] | None = None
+        self.strict = True
+        self.not_exact: list[str] = []
+        self.is_followed: Callable[[], bool] = lambda: True
+        self.is_held_back: Callable[[], bool] = lambda: False
+        self.on_first_batch: Callable[[], None] = lambda: None
+        self.iteration: OwnIteration | None = None
+        self.held = HeldGenerators({"loader": loader})
+
+    def follow(self) -> None:
+        """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own."""
+        _swap(self.loader, _class_of(self._user_class, self.iterate))
+
+    def leave(self) -> None:
+        """Give the loader its own class back."""
+        _swap(self.loader, self._user_class)
+
+    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make the user's iterator for a new iteration, resumed where `load_state_dict` said so."""
+        if not self.is_followed():
+            return make_iterator()
+        if self.is_held_back():
+            return iter(())
+        plan, self._plan = self._plan, None
+        if plan is None or plan["start"] is None:
+            if plan is not None:
+                self.loader.load_state_dict(copy.deepcopy(plan["state"]))
+            self.iteration = OwnIteration(start=self._now())
+            return _Batches(make_iterator(), self, self.iteration)
+        before = self._moment()
+        try:
+            return self._resumed(plan, make_iterator)
+        finally:
+            self._restore(before)
+
+    def _resumed(self, plan: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        start, last = Fetch(state=plan["start"]["state"], moment=Moment(**plan["start"]["moment"])), plan["last"]
+        self.loader.load_state_dict(copy.deepcopy((last or plan["start"])["state"]))
+        self._restore(start.moment)
+        self.iteration = OwnIteration(start=start)
+        batches = _Batches(make_iterator(), self, self.iteration)
+        if last is not None:
+            self.iteration.num_out = plan["consumed"] - 1
+            self._restore(Moment(**last["moment"]))
+            if batches.draw_again() != last["digest"]:
+                self._differs(plan["consumed"])
+        return batches
+
+    def _differs(self, num_batches: int) -> None:
+        message = (
+            f"Brought back by its own load_state_dict, the loader {type(self.loader).__name__} gives another batch"
+            f" {num_batches - 1} than before: its state_dict lacks something, such as its order or what it has fetched"
+            " ahead, or its data changed. Its batches would differ from the uninterrupted run. Let its state hold"
+            " all that the next batch depends on, or pass strict=False."
+        )
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
+
+    def note_fetch(self, iteration: OwnIteration) -> Fetch:
+        """Note the instant before a batch is fetched."""
+        fetch = self._now()
+        iteration.fetches.append((iteration.num_out, fetch))
+        return fetch
+
+    def state_dict(self, consumed: int | None, iteration: OwnIteration | None = None) -> dict[str, Any]:
+        """Return the position.
+
+        Args:
+            consumed: How many batches of the iteration have been used; ``None`` between iterations.
+            iteration: Which; the one that is under way by default.
+
+        Raises:
+            NotExactError: If the loader's state of that position is not known any more.
+        """
+        if self._plan is not None:  # resumed, and not iterated since: still where it was
+            return copy.deepcopy(dict(self._plan))
+        iteration = iteration or self.iteration
+        if iteration is None or consumed is None:
+            return {"consumed": None, "state": state_of(self.loader), "start": None, "last": None}
+        last = dict(iteration.fetches).get(consumed - 1)
+        if last is None and consumed:
+            raise NotExactError(
+                f"Where the loader {type(self.loader).__name__} was after {consumed} batches is not known any more:"
+                f" {iteration.num_out} were fetched meanwhile. Its batches could not go on exactly."
+            )
+        return {
+            "consumed": consumed,
+            "state": None,
+            "start": _fetch_state(iteration.start),
+            "last": last and _fetch_state(last),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from a position of `state_dict`."""
+        self._plan = copy.deepcopy(dict(state_dict))
+
+    def close_workers(self) -> None:
+        """Do nothing: workers that the user's loader may have are its own affair."""
+
+    def release_workers(self) -> None:
+        """Do nothing, likewise."""
+
+    def _now(self) -> Fetch:
+        return Fetch(state=state_of(self.loader), moment=self._moment())
+
+    def _moment(self) -> Moment:
+        self.held.refresh()
+        return Moment(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
+
+    def _restore(self, moment: Moment) -> None:
+        set_rng_state(moment.rng)
+        self.held.load_state_dict(moment.held)
+
+
+class _Batches(Iterator[Any]):
+    """Passes on what the user's iterator gives, and notes each fetch."""
+
+    def __init__(self, batches: Iterator[Any], tracker: OwnLoader, iteration: OwnIteration) -> None:
+        self._batches = batches
+        self._tracker = tracker
+        self._iteration = iteration
+        self._before_first: Callable[[], None] | None = tracker.on_first_batch
+
+    def __next__(self) -> Any:
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
+        return self._fetched()
+
+    def draw_again(self) -> int | None:
+        """Draw the batch that was used last; return its digest."""
+        try:
+            return sample_digest(self._fetched())
+        except StopIteration:
+            return None
+
+    def _fetched(self) -> Any:
+        fetch = self._tracker.note_fetch(self._iteration)
+        batch = next(self._batches)
+        fetch.digest = sample_digest(batch)
+        self._iteration.num_out += 1
+        return batch
+
+
+def _fetch_state(fetch: Fetch) -> dict[str, Any]:
+    return {"state": fetch.state, "moment": fetch.moment.state_dict(), "digest": fetch.digest}
+
+
+def _class_of(user_class: Any, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> type:
+    """Return a class like `user_class` whose iterators are made by `iterate`."""
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it becomes a method
+        return iterate(lambda: iter(user_class.__iter__(self)))
+
+    # No slots of its own: only so may an object change to it and back.
+    namespace = {"__iter__": __iter__, "__slots__": (), "__module__": user_class.__module__}
+    return type(user_class.__name__, (user_class,), {**namespace, "__doc__": user_class.__doc__})
+
+
+def _swap(loader: Any, other: type) -> None:
+    loader.__class__ = other

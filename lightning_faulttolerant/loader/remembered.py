@@ -1,0 +1,57 @@
+"""What an iterable data set keeps in plain attributes from one iteration to the next: a count of epochs, a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler
+
+Values = Mapping[str, int | str]
+
+_MAX_VALUES = 256
+_MAX_CHARACTERS = 200
+_DEPTH = 3
+
+
+def plain_values(dataset: Any) -> dict[str, int | str]:
+    """Return the whole numbers and short texts among the attributes of a data set, and of those that it holds, by path.
+
+    Fractions are more often a clock than a place. What was told by ``set_epoch`` is left out.
+    """
+    values: dict[str, int | str] = {}
+    for name, value in _walk(dataset, "", _DEPTH):
+        if len(values) == _MAX_VALUES:
+            break
+        values[name] = value
+    return values
+
+
+def changed(before: Values, now: Values) -> dict[str, int | str]:
+    """Return those of the values `now` that were not there, or others, `before`."""
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
+
+
+def differences(expected: Values, found: Values) -> list[str]:
+    """Return a text for each value that differs, with both values."""
+    names = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+    return [f"{name} ({_said(expected, name)} then, {_said(found, name)} now)" for name in names]
+
+
+def _said(values: Values, name: str) -> str:
+    return repr(values[name]) if name in values else "as at first"
+
+
+def _walk(owner: Any, prefix: str, depth: int) -> Iterator[tuple[str, int | str]]:
+    is_told = callable(getattr(owner, "set_epoch", None))
+    for name, value in list(getattr(owner, "__dict__", {}).items()):
+        if is_told and name == "epoch":
+            continue
+        if type(value) in (int, bool) or (type(value) is str and len(value) <= _MAX_CHARACTERS):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, (Dataset, Sampler)) and depth:
+            yield from _walk(value, f"{prefix}{name}.", depth - 1)
+        elif isinstance(value, (list, tuple)) and depth:
+            for i, item in enumerate(value[:_MAX_VALUES]):
+                if isinstance(item, (Dataset, Sampler)):
+                    yield from _walk(item, f"{prefix}{name}[{i}].", depth - 1)

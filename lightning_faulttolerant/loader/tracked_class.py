@@ -1,0 +1,84 @@
+"""The class of a loader that is followed: the user's own, with a place in it where new iterators are really made."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.errors import NotExactError
+
+_log = logging.getLogger(__name__)
+
+TRACKER = "fault_tolerance_tracker"
+"""The attribute of a followed loader that holds its tracker."""
+
+
+def keeps_own_position(loader: object) -> bool:
+    """Return whether `loader` is a ``StatefulDataLoader`` of torchdata's, which makes stateful iterators itself."""
+    return _maker(type(loader)).__module__.startswith("torchdata.")
+
+
+def _maker(user_class: type) -> type:
+    """Return the class that really makes the iterators of a user's class: torch's own, or torchdata's."""
+    # torchdata is recognised by its name: it need not be installed.
+    for base in user_class.__mro__:
+        if base.__module__.startswith("torchdata.") and "__iter__" in vars(base):
+            return base
+    return DataLoader
+
+
+class _Asked(DataLoader[Any]):
+    """Stands before a user's class: where its ``__iter__`` is a generator, nothing has begun yet when it is called."""
+
+    def __iter__(self) -> Any:
+        vars(self)[TRACKER].ask()
+        return super().__iter__()
+
+
+@functools.cache
+def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """Return the class of the followed copy of a loader of `user_class`."""
+    maker = _maker(user_class)
+    tracked = _before(maker)
+    namespace: dict[str, Any] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
+    if maker is not DataLoader:
+        namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
+    bases = (tracked,) if user_class is maker else (_Asked, user_class, tracked)
+    return type(user_class.__name__, bases, namespace)
+
+
+@functools.cache
+def _before(maker: Any) -> type[DataLoader[Any]]:
+    """Return what stands between a user's class and `maker`, where ``super().__iter__()`` of the user's class arrives.
+
+    There a new iterator is really made, also when the user's ``__iter__`` is a generator that runs later.
+    """
+
+    class Tracked(maker):  # type: ignore[misc]  # a class that is not known before
+        def __iter__(self) -> Any:
+            return vars(self)[TRACKER].iterate(super().__iter__)
+
+    return Tracked
+
+
+def _no_state(self: Any) -> dict[str, Any]:
+    # Lightning asks for it at each checkpoint. The place is in the tracker's state; nothing is to be restored twice.
+    return {}
+
+
+def _load_no_state(self: Any, state_dict: Mapping[str, Any]) -> None:
+    if not state_dict:
+        return
+    message = (
+        f"A state was loaded into {type(self).__name__}, whose place FaultTolerance keeps and restores: it would be"
+        " moved twice. Leave its state_dict and load_state_dict to FaultTolerance."
+    )
+    side = vars(self)[TRACKER].index_side
+    if side.strict:
+        raise NotExactError(message)
+    _log.warning(message)
+    side.not_exact.append(message)

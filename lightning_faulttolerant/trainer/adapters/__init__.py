@@ -1,0 +1,1 @@
+"""What Lightning's own callbacks keep and don't save or restore by themselves: one small adapter each."""

@@ -1,0 +1,80 @@
+"""Every private name of Lightning's callbacks that their adapters touch, checked on 2.5.6 to 2.6.6.
+
+`SEAMS` lists them for the contract test, with what breaks without each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from torch import nn
+
+from lightning_faulttolerant.trainer.compat import callbacks
+
+SEAMS = {
+    "WeightAveraging._average_model": "captures: they would be saved with averages of another moment",
+    "StochasticWeightAveraging._initialized": "the scheduler that it swaps in",
+    "StochasticWeightAveraging._latest_update_epoch": "weights that are averaged once an epoch",
+    "StochasticWeightAveraging._max_epochs": "the number of its epochs",
+    "StochasticWeightAveraging._accumulate_grad_batches": "accumulation behind the epoch that updates batch norm",
+    "ModelPruning._parameters_to_prune": "masks of pruned weights",
+    "ModelPruning._original_layers": "the first weights, to which pruning goes back",
+    "ModelPruning._make_pruning_permanent": "the refusal to train a pruned run further",
+    "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
+}
+
+# Empty in Lightning 2.5, which has none.
+WEIGHT_AVERAGING: tuple[type[Any], ...] = tuple(filter(None, [getattr(lightning_callbacks, "WeightAveraging", None)]))
+
+
+def averaged_models(trainer: Trainer) -> list[nn.Module]:
+    """Return the models that WeightAveraging writes into a checkpoint as they are when it is written."""
+    averaging = (c for c in callbacks(trainer) if isinstance(c, WEIGHT_AVERAGING))
+    return [c._average_model for c in averaging if c._average_model is not None]
+
+
+def averaging_state(trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+    """Return what a StochasticWeightAveraging sets up at the start of an epoch."""
+    max_epochs = trainer.fit_loop.max_epochs
+    return {
+        "initialized": callback._initialized,
+        "updates_batch_norm": trainer.fit_loop._skip_backward,
+        "accumulate_grad_batches": getattr(callback, "_accumulate_grad_batches", None),
+        "num_added_epochs": 0 if max_epochs is None else max_epochs - callback._max_epochs,
+    }
+
+
+def load_averaging(trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+    """Put back of `averaging_state` what no hook of the callback's sets up again."""
+    if state["accumulate_grad_batches"] is not None:
+        callback._accumulate_grad_batches = state["accumulate_grad_batches"]
+    trainer.fit_loop.max_epochs = callback._max_epochs + state["num_added_epochs"]
+
+
+def swap_scheduler_again(trainer: Trainer, callback: StochasticWeightAveraging) -> None:
+    """Let a StochasticWeightAveraging swap the scheduler as in its first epoch, and do nothing else."""
+    epoch, latest, end = trainer.current_epoch, callback._latest_update_epoch, callback._max_epochs
+    callback._latest_update_epoch = epoch
+    callback._max_epochs = end if end == -1 else max(end, epoch + 1)
+    callback.on_train_epoch_start(trainer, trainer.lightning_module)
+    callback._latest_update_epoch, callback._max_epochs = latest, end
+
+
+def pruned_parameters(callback: ModelPruning) -> list[tuple[nn.Module, str]]:
+    """Return the parameters that a ModelPruning prunes, each as its module and its name there."""
+    return list(callback._parameters_to_prune)
+
+
+def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
+    """Return what a ModelPruning goes back to, by the place in `pruned_parameters`; it may keep none."""
+    layers = (callback._original_layers or {}).values()
+    return {number: getattr(layer["data"], name) for layer in layers for number, name in layer["names"]}
+
+
+def removes_masks(callback: ModelPruning) -> bool:
+    """Return whether a ModelPruning leaves no masks behind the fit."""
+    return callback._make_pruning_permanent

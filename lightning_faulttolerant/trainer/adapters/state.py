@@ -1,0 +1,170 @@
+"""What Lightning's callbacks keep and don't save: one small adapter each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
+
+from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.compat import (
+    WEIGHT_AVERAGING,
+    averaged_models,
+    averaging_state,
+    load_averaging,
+    removes_masks,
+    swap_scheduler_again,
+)
+from lightning_faulttolerant.trainer.adapters.pruning import Pruning
+
+
+class Adapter(Protocol):
+    """Reads and puts back what one kind of callback keeps besides its ``state_dict``."""
+
+    def state_dict(self, trainer: Trainer, callback: Any) -> dict[str, Any]:
+        """Return a copy of it as plain values."""
+
+    def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
+        """Put it back, in the middle of an epoch or behind the end of the fit; return what has nothing to go to."""
+
+
+class _LearningRates:
+    """LearningRateMonitor's history: it is made anew at each start."""
+
+    def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
+        return {
+            "lrs": {name: _packed(values) for name, values in callback.lrs.items()},
+            "momentum": dict(callback.last_momentum_values),
+            "weight_decay": dict(callback.last_weight_decay_values),
+        }
+
+    def load_state_dict(self, trainer: Trainer, callback: LearningRateMonitor, state: Mapping[str, Any]) -> None:
+        callback.lrs = {name: _unpacked(values) for name, values in state["lrs"].items()}
+        callback.last_momentum_values = dict(state["momentum"])
+        callback.last_weight_decay_values = dict(state["weight_decay"])
+
+
+class _Averaging:
+    """StochasticWeightAveraging: what it does at the start of an epoch, which a resume inside the epoch skips.
+
+    It swaps the scheduler for one of its own, and turns the epoch behind the last into one that trains nothing and
+    only updates batch norm. The callback does both again by its own hook; what that moves is put back.
+    """
+
+    def state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging) -> dict[str, Any]:
+        return averaging_state(trainer, callback)
+
+    def load_state_dict(self, trainer: Trainer, callback: StochasticWeightAveraging, state: Mapping[str, Any]) -> None:
+        module, [optimizer] = trainer.lightning_module, trainer.optimizers
+        buffers, groups = buffers_state(module), [dict(group) for group in optimizer.param_groups]
+        if state["initialized"]:
+            swap_scheduler_again(trainer, callback)
+        if state["updates_batch_norm"]:
+            callback.on_train_epoch_start(trainer, module)
+        for group, restored in zip(optimizer.param_groups, groups, strict=True):
+            group.update(restored)
+        load_buffers(module, buffers)
+        load_averaging(trainer, callback, state)
+
+
+class _Metrics:
+    """Metrics in attributes of any callback: they go on like those of the module."""
+
+    def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, Any]:
+        return {name: metrics_state(metric) for name, metric in _held_metrics(callback).items()}
+
+    def load_state_dict(self, trainer: Trainer, callback: Callback, state: Mapping[str, Any]) -> list[str]:
+        held = _held_metrics(callback)
+        missing = sorted(state.keys() - held.keys())
+        for name in state.keys() & held.keys():
+            missing += [f"{name}.{value}" for value in load_metrics(held[name], state[name])]
+        return missing
+
+
+def _held_metrics(callback: Callback) -> dict[str, nn.Module]:
+    kinds = (Metric, MetricCollection, MetricTracker)
+    return {name: value for name, value in vars(callback).items() if isinstance(value, kinds)}
+
+
+_ADAPTERS: list[tuple[type[Callback], Adapter]] = [
+    (Callback, _Metrics()),
+    (LearningRateMonitor, _LearningRates()),
+    (StochasticWeightAveraging, _Averaging()),
+    (ModelPruning, Pruning()),
+]
+
+
+def callbacks_state(trainer: Trainer, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return a copy of what `callbacks` keep and don't save, by their names and the kinds of callback they are."""
+    found = {
+        name: {kind.__name__: adapter.state_dict(trainer, callback) for kind, adapter in _adapters(callback)}
+        for name, callback in callbacks.items()
+    }
+    kept = {name: {kind: state for kind, state in states.items() if state} for name, states in found.items()}
+    return {name: states for name, states in kept.items() if states}
+
+
+def load_callbacks(trainer: Trainer, callbacks: Mapping[str, Callback], state: Mapping[str, Any]) -> list[str]:
+    """Put it back; return the names of what has nothing to go to."""
+    missing = sorted(state.keys() - callbacks.keys())
+    for name, callback in callbacks.items():
+        for kind, adapter in _adapters(callback):
+            if kind.__name__ in state.get(name, {}):
+                lost = adapter.load_state_dict(trainer, callback, state[name][kind.__name__])
+                missing += [f"{name}.{what}" for what in lost or ()]
+    return missing
+
+
+def _adapters(callback: Callback) -> list[tuple[type[Callback], Adapter]]:
+    return [(kind, adapter) for kind, adapter in _ADAPTERS if isinstance(callback, kind)]
+
+
+def averaged_tensors(trainer: Trainer) -> list[Tensor]:
+    """Return the tensors that callbacks write into a checkpoint as they are when it is written."""
+    models = averaged_models(trainer)
+    return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+
+def why_ended(trainer: Trainer) -> str | None:
+    """Return what a callback does at the end of a fit, so that it can't be trained any further; else ``None``."""
+    kinds: tuple[type[Any], ...] = (StochasticWeightAveraging, *WEIGHT_AVERAGING)
+    for callback in compat.callbacks(trainer):
+        if isinstance(callback, kinds):
+            return "ended with averaged weights in place of the trained ones"
+        if isinstance(callback, ModelPruning) and removes_masks(callback):
+            return "ended with the masks of its pruned weights removed"
+    return None
+
+
+@contextmanager
+def swap_of_validation_undone(trainer: Trainer) -> Iterator[None]:
+    """Undo for a while the swap of weights that WeightAveraging makes for a validation run."""
+    module = trainer.lightning_module
+    # Lightning's own methods, not what a subclass makes of them: they swap, and do nothing else.
+    swapping = [(k, c) for k in WEIGHT_AVERAGING for c in compat.callbacks(trainer) if isinstance(c, k)]
+    for kind, callback in swapping:
+        kind.on_validation_epoch_end(callback, trainer, module)
+    try:
+        yield
+    finally:
+        for kind, callback in swapping:
+            kind.on_validation_epoch_start(callback, trainer, module)
+
+
+def _packed(values: list[Any]) -> Any:
+    # A value for each step of a long run: a tensor is an eighth of the size, and read and written in no time.
+    is_plain = all(type(value) is float for value in values)
+    return torch.tensor(values, dtype=torch.float64) if is_plain else list(values)
+
+
+def _unpacked(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -1,0 +1,93 @@
+"""The benchmarks run and give figures; how large these are depends on the machine and is asserted nowhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import all as benchmarks
+from benchmarks import overhead, parts, report, resume, runs
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace() -> Iterator[None]:
+    """Put back what a benchmark sets for its whole process: torch's threads, and how much is logged."""
+    num_threads = torch.get_num_threads()
+    loggers = [logging.getLogger(name) for name in runs.LOGGERS]
+    levels = [logger.level for logger in loggers]
+    yield
+    torch.set_num_threads(num_threads)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def figures_of(main: Any, arguments: list[str], directory: Path) -> Any:
+    """Run a benchmark and return what it has written."""
+    main([*arguments, "--quick", "--output", str(directory / "figures.json")])
+    return json.loads((directory / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["metrics", "iterable, 2 workers"])
+def test_overhead_gives_a_ratio_within_its_range(case: str, tmp_path: Path) -> None:
+    """A case gives a step's time and the ratios to it, of an empty callback too."""
+    figures = figures_of(overhead.main, ["--case", case], tmp_path)
+    [(name, found)] = figures["cases"].items()
+    assert name == case
+    assert found["step_us"] > 10
+    for variant in ("empty", "with", "with, all steps"):
+        assert 0 < found[variant]["low"] <= found[variant]["ratio"] <= found[variant]["high"]
+
+
+def test_each_case_makes_as_many_batches_as_steps() -> None:
+    """No case is cut short by its loader."""
+    for case in overhead.CASES.values():
+        loader = case.loader(4)
+        if case.num_workers:
+            assert loader.num_workers == case.num_workers
+            continue
+        assert len(list(loader)) == 4
+
+
+def test_parts_are_all_timed(tmp_path: Path) -> None:
+    """Each part was called, in the main process and in a worker, and saving took time."""
+    figures = figures_of(parts.main, [], tmp_path)
+    assert all(microseconds > 0 for microseconds in figures["calls_us"].values())
+    assert all(value > 0 for found in figures["saves"].values() for value in found.values())
+
+
+def test_resumed_fit_begins_where_it_was_cut(tmp_path: Path) -> None:
+    """Fresh and resumed fits both come to their first step."""
+    found = resume.measure("RandomSampler", 0, num_samples=2000, at=0.9, rounds=1, directory=tmp_path)
+    assert found["fresh_s"] > 0
+    assert found["ratio"] == pytest.approx(found["resumed_s"] / found["fresh_s"])
+
+
+def test_page_is_of_the_figures_beside_it() -> None:
+    """The tables of docs/performance.md are those that its figures give."""
+    page = (benchmarks.DOCS / "performance.md").read_text()
+    figures = json.loads((benchmarks.DOCS / "performance.json").read_text())
+    assert set(re.findall(r"<!-- (\w+) -->", page)) == {*report.TABLES, "end"}
+    assert report.filled(page, figures) == page
+
+
+def test_report_is_made_anew(tmp_path: Path) -> None:
+    """Other figures give other tables, all else on the page stays, and a plot is drawn."""
+    for name in ("performance.md", "performance.json"):
+        shutil.copy(benchmarks.DOCS / name, tmp_path)
+    figures = json.loads((tmp_path / "performance.json").read_text())
+    figures["overhead"]["cases"] = {"plain": {**figures["overhead"]["cases"]["plain"], "step_us": 123456.0}}
+    (tmp_path / "performance.json").write_text(json.dumps(figures))
+    benchmarks.main(["--report", "--directory", str(tmp_path)])
+    page = (tmp_path / "performance.md").read_text()
+    assert "| plain | 123456 µs |" in page
+    assert "| shuffled |" not in page
+    assert page.startswith("# Performance")
+    assert (tmp_path / "performance.svg").read_text().rstrip().endswith("</svg>")

@@ -1,0 +1,75 @@
+"""Checkpoints that somebody saves in a hook, beside callbacks of Lightning's that keep a state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+
+from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver
+from tests.law.test_lightning_callbacks import Backbone, Unfreezing
+from tests.law.test_stochastic_weight_averaging import NormNet, PlainNet, swa
+from tests.runs import Net
+
+Users = Callable[[], list[Callback]]
+
+
+def accumulation() -> list[Callback]:
+    """Return a schedule that changes the factor in every epoch."""
+    return [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
+
+
+def stopping() -> list[Callback]:
+    """Return one that wants to stop behind the second epoch."""
+    return [EarlyStopping("val_loss", patience=1, min_delta=100.0)]
+
+
+def unfreezing() -> list[Callback]:
+    """Return one that unfreezes at the starts of the second and the third epoch."""
+    return [Unfreezing()]
+
+
+CASES: dict[str, tuple[Users, type[LightningModule], dict[str, Any]]] = {
+    "accumulation": (accumulation, Net, {"max_epochs": 3}),
+    "unfreezing": (unfreezing, Backbone, {"max_epochs": 3}),
+    "stopping": (stopping, PlainNet, {"max_epochs": 6, "min_epochs": 4}),
+    "averages": (swa, NormNet, {"max_epochs": 4}),
+}
+
+
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize(
+    ("name", "hook", "at"),
+    [
+        ("accumulation", "on_train_epoch_start", 1),
+        ("accumulation", "on_train_epoch_end", 0),
+        ("unfreezing", "on_train_epoch_start", 1),
+        ("unfreezing", "on_train_epoch_end", 1),
+        ("stopping", "on_train_epoch_end", 1),
+        ("averages", "on_train_epoch_start", 1),
+        ("averages", "on_train_epoch_start", 4),
+        ("averages", "on_train_epoch_end", 1),
+        ("averages", "on_train_epoch_end", 3),
+        ("averages", "on_train_batch_end", 36),
+    ],
+)
+def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
+    """Saved in front of the callback's own hook or behind it, what it does there is done once."""
+    users, module, arguments = CASES[name]
+    both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
+    assert_goes_on_from(hook, users=both, module=module, **arguments)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_schedulers_step_behind_a_save_at_the_end_of_an_epoch(at: int) -> None:
+    """A scheduler that steps once an epoch does so behind the save, as Lightning would have, and not twice."""
+    assert_goes_on_from(
+        "on_train_epoch_end",
+        users=lambda: [saver("on_train_epoch_end", at, kind=SavingCheckpoint)],
+        module=PlainNet,
+        max_epochs=3,
+        enable_checkpointing=True,
+    )

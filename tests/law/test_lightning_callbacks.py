@@ -1,0 +1,311 @@
+"""The law for Lightning's own callbacks: unfreezing, accumulation by epoch, stopping, monitors, time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor, nn
+from torchmetrics import RunningMean
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import Recorder
+from tests.law.test_stochastic_weight_averaging import PlainNet
+from tests.processes import run
+from tests.runs import RaiseAt, assert_exact, fit_net
+
+EVERY_STEP = {"every_n_train_steps": 1}
+ALWAYS = {"overhead_budget": 1.0}
+NUM_BATCHES = 8
+
+
+# Unfreezing.
+
+
+class Backbone(LightningModule):
+    """A backbone with batch norm, and a head that alone is optimized at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.head(self.backbone(batch)).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.head(self.backbone(batch)).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Unfreezing(BaseFinetuning):
+    """Freezes all of the backbone, its norm included; unfreezes it in two steps, with arguments of their own."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone[3], optimizer, lr=0.005)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.backbone[:3], optimizer)
+            optimizer.param_groups[-1]["weight_decay"] = 0.3
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 23])
+def test_unfreezing(kill: int) -> None:
+    """Killed before, in and behind the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
+    [cost] = assert_exact(lambda: [Unfreezing()], KillAt(kill), module=Backbone, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [8, 12])
+def test_unfreezing_a_backbone(kill: int) -> None:
+    """So it is with a BackboneFinetuning, which moves the learning rate of its group."""
+    users = lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)]  # noqa: E731
+    [cost] = assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 7)), ("on_train_epoch_end", (1, 8))])
+def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
+    """What is saved never has groups that its moment had not: behind an unfreezing the last autosave stays."""
+    users = lambda: [Unfreezing()]  # noqa: E731
+    [cost] = assert_exact(users, RaiseAt(hook, 1), module=Backbone, max_epochs=3, options={**ALWAYS, **EVERY_STEP})
+    assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
+
+
+def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) -> None:
+    """That a capture has other groups by now is no failure to save: the last autosave stays, and the log says so."""
+
+    def main() -> None:
+        callbacks = [Unfreezing(), FaultTolerance(**ALWAYS), RaiseAt("on_train_epoch_start", 1)]
+        fit_net(callbacks, tmp_path, module=Backbone(), max_epochs=3)
+
+    ended = run(main)
+    assert "ZeroDivisionError: the last autosave stays" in ended.output
+    assert "could not be saved" not in ended.output
+
+
+# Accumulation by epoch, and stopping early.
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 18])
+def test_accumulation_by_epoch(kill: int) -> None:
+    """The factor is that of the epoch in which the run goes on."""
+    users = lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]  # noqa: E731
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_exact(users, KillAt(kill), max_epochs=3, options=options)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [11, 13, 20])
+@pytest.mark.parametrize("arguments", [{"min_epochs": 4}, {"min_steps": 29}], ids=["epochs", "steps"])
+def test_early_stopping_within_an_epoch(arguments: dict[str, int], kill: int) -> None:
+    """A wish to stop that came from a validation run in an epoch, and has to wait, ends the run where it would have."""
+
+    def users() -> list[Callback]:
+        return [EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False)]
+
+    [cost] = assert_exact(users, KillAt(kill), val_check_interval=4, max_epochs=6, **arguments)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+# Monitors and users' callbacks.
+
+
+class TwoRates(PlainNet):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layers[0].parameters()}, {"params": self.layers[2].parameters(), "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("kill", [3, 8, 13])
+@pytest.mark.parametrize("interval", ["step", "epoch", None])
+def test_learning_rate_monitor(interval: Any, kill: int) -> None:
+    """Loggers get the same rates at the same steps, and its history is that of the whole run."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        # Behind the recorder, which cuts where a batch begins.
+        monitor = LearningRateMonitor(interval, log_momentum=True, log_weight_decay=True)
+        trainer = fit_net([*callbacks, monitor], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
+        [recorder] = (callback for callback in callbacks if isinstance(callback, Recorder))
+        last = [monitor.last_momentum_values, monitor.last_weight_decay_values]
+        recorder.write("history", rates=monitor.lrs, last=last)
+        return trainer
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=EVERY_STEP)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("kill", [8, 13])
+def test_learning_rate_monitor_of_an_unfreezing(kill: int) -> None:
+    """So it is where groups are added, and the names of the rates change."""
+    users = lambda: [Unfreezing(), LearningRateMonitor()]  # noqa: E731
+    assert_exact(users, KillAt(kill), module=Backbone, max_epochs=4, logger=RecordsNothing())
+
+
+class RecordsNothing(DummyLogger):
+    """A monitor of learning rates wants a logger from the start; the recorder's comes later."""
+
+
+class CountsHooks(Callback):
+    """Counts the calls of each hook in its state; what it has counted scales the weights."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = dict(state_dict)
+
+
+def counting(hook: str) -> Callable[..., None]:
+    """Return the hook `hook` of a `CountsHooks`."""
+
+    def count(self: CountsHooks, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        self.counts[hook] = self.counts.get(hook, 0) + 1
+        if hook == "on_train_batch_start":
+            with torch.no_grad():
+                next(pl_module.parameters()).mul_(1 + 0.001 * sum(self.counts.values()))
+
+    return count
+
+
+for counted in (
+    *("on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end"),
+):
+    setattr(CountsHooks, counted, counting(counted))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(KillAt(kill) for kill in (3, 4, 8, 13)),
+        KillAt(3, hook="validation", signum=signal.SIGTERM),
+        KillAt(7, hook="validation", signum=signal.SIGTERM),
+        *(RaiseAt(hook, 1) for hook in ("on_train_epoch_start", "on_validation_end", "on_train_epoch_end")),
+    ],
+)
+def test_callback_whose_state_changes_in_every_hook(fault: Any) -> None:
+    """Each hook is counted once for each time that it would have run in an uninterrupted run."""
+    assert_exact(lambda: [CountsHooks()], fault, val_check_interval=4, options={**ALWAYS, **EVERY_STEP})
+
+
+class Follows(Callback):
+    """Holds a metric, and writes what it computes into the weights."""
+
+    def __init__(self) -> None:
+        self.recent = RunningMean(4)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.recent.update(outputs["loss"])
+        with torch.no_grad():
+            next(pl_module.parameters()).add_(self.recent.compute(), alpha=0.01)
+
+
+@pytest.mark.parametrize("kill", [3, 13])
+def test_metric_that_a_callback_holds(kill: int) -> None:
+    """A metric in an attribute of a callback goes on like those of the module."""
+    assert_exact(lambda: [Follows()], KillAt(kill))
+
+
+def test_lambda_callback() -> None:
+    """Functions given to a LambdaCallback run as often as they would have."""
+
+    def scale(trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            next(pl_module.parameters()).mul_(0.99)
+
+    users = lambda: [LambdaCallback(on_train_epoch_start=scale, on_train_batch_end=scale)]  # noqa: E731
+    assert_exact(users, KillAt(13))
+
+
+def test_lambda_callback_that_saves_of_now() -> None:
+    """A LambdaCallback that adds to each checkpoint what is so now keeps captures from being saved."""
+
+    def users() -> list[Callback]:
+        seen: list[int] = []
+        return [
+            LambdaCallback(
+                on_train_batch_start=lambda *_: seen.append(0),
+                on_save_checkpoint=lambda trainer, module, checkpoint: checkpoint.update(seen=len(seen)),
+                on_load_checkpoint=lambda trainer, module, checkpoint: seen.extend([0] * checkpoint["seen"]),
+                on_train_epoch_end=lambda trainer, module: module.log("seen", float(len(seen))),
+            )
+        ]
+
+    options = {**ALWAYS, "every_n_train_steps": 3}
+    [cost] = assert_exact(users, RaiseAt("on_validation_end", 0), options=options)
+    assert (cost.epoch, cost.batch) == (0, 6)
+
+
+# Time.
+
+
+class Clock(Timer):
+    """Notes what it has left whenever a batch begins, and writes it down."""
+
+    def __init__(self, duration: timedelta, notes: Path) -> None:
+        super().__init__(duration)
+        self.notes = notes
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        with self.notes.open("a") as file:
+            file.write(f"{os.getpid()} {trainer.global_step} {self.time_remaining()}\n")
+
+
+def test_time_limit(tmp_path: Path) -> None:
+    """A run that goes on has the time left that it had there, and it is this time that ends it."""
+    notes = tmp_path / "left.txt"
+
+    def main(*faults: Callback) -> None:
+        slow = LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.1))
+        callbacks = [slow, Clock(timedelta(seconds=1.5), notes), FaultTolerance(**EVERY_STEP), *faults]
+        fit_net(callbacks, tmp_path, max_epochs=-1)
+
+    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(main).exit_code == 0
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    killed, resumed = (
+        [float(left) for process, _, left in lines if process == p] for p in {line[0]: 0 for line in lines}
+    )
+    assert [step for _, step, _ in lines].count("5") == 2
+    # The two batches with number 5 began with the same time left, but for what saving and starting took.
+    assert resumed[0] == pytest.approx(killed[-1], abs=0.5)
+    assert resumed[0] < 1.2
+    assert resumed[-1] == pytest.approx(0, abs=0.4)

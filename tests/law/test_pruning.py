@@ -1,0 +1,89 @@
+"""The law for ModelPruning, whose masks are in no checkpoint of Lightning's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelPruning
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import KillAt
+from tests.hook_saves import assert_goes_on_from, saver
+from tests.law.test_stochastic_weight_averaging import PlainNet
+from tests.processes import run
+from tests.runs import RaiseAt, assert_exact, fit_net
+
+ALWAYS = {"overhead_budget": 1.0}
+
+
+def pruning(**arguments: Any) -> list[Callback]:
+    """Return one that prunes a quarter of what is left at each end of an epoch."""
+    return [ModelPruning("l1_unstructured", amount=0.25, parameter_names=["weight"], **arguments)]
+
+
+class Decays(PlainNet):
+    """Its weight decay changes hidden weights too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 20])
+def test_pruning(kill: int) -> None:
+    """Killed before and behind the first pruning, masks and the first weights, to which it goes back, are there."""
+    [cost] = assert_exact(pruning, KillAt(kill), module=PlainNet, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, 8)
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {"use_lottery_ticket_hypothesis": False},
+    {"make_pruning_permanent": False},
+    {"resample_parameters": True},
+    {"use_global_unstructured": False, "prune_on_train_epoch_end": False},
+]
+
+
+@pytest.mark.parametrize("kill", [6, 20])
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_ways_to_prune(arguments: dict[str, Any], kill: int) -> None:
+    """Whatever it prunes by and when, what the masks hide goes on too."""
+    [cost] = assert_exact(
+        lambda: pruning(**arguments), KillAt(kill), module=Decays, max_epochs=4, accumulate_grad_batches=2
+    )
+    assert (cost.epoch, cost.batch) == divmod(kill, 8)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_end"])
+def test_exception_beside_pruning(hook: str) -> None:
+    """What is saved behind an exception is never between two prunings."""
+    [cost] = assert_exact(pruning, RaiseAt(hook, 1), module=PlainNet, max_epochs=3, options=ALWAYS)
+    assert cost.exit_code == 1
+
+
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@pytest.mark.parametrize(
+    ("hook", "at"), [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_batch_end", 12)]
+)
+def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
+    """A checkpoint that somebody saves in front of a pruning, or behind it, goes on exactly."""
+    both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
+    assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
+
+
+def test_pruned_run_whose_masks_are_gone_does_not_grow(tmp_path: Path) -> None:
+    """More epochs behind a fit that has removed its masks are refused."""
+
+    def main(max_epochs: int) -> None:
+        fit_net([*pruning(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(lambda: main(2)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(3))
+    assert ended.exit_code == 1
+    assert "ended with the masks of its pruned weights removed" in ended.output

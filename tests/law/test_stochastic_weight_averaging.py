@@ -1,0 +1,167 @@
+"""The law for StochasticWeightAveraging, which swaps the scheduler and adds an epoch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    StochasticWeightAveraging,
+)
+from torch import nn
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import KillAt
+from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
+from lightning_faulttolerant.trainer.recorder import digest
+from tests.processes import run
+from tests.runs import Net, RaiseAt, assert_exact, fit_net
+
+EVERY_STEP = {"every_n_train_steps": 1}
+ALWAYS = {"overhead_budget": 1.0}
+NUM_BATCHES = 8
+
+
+class PlainNet(Net):
+    """No batch norm; a scheduler per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)]
+
+
+class NormNet(PlainNet):
+    """With batch norm, of a momentum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=0.2), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+class UnscheduledNet(NormNet):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+def swa(strategy: str = "cos") -> list[Callback]:
+    """Return an averaging from the second epoch on."""
+    return [StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=3, annealing_strategy=strategy)]
+
+
+# 4 epochs: the second, third and fourth are averaged; with batch norm there is a fifth that only updates it.
+@pytest.mark.parametrize(
+    ("module", "kill"),
+    [*((NormNet, kill) for kill in (3, 8, 9, 20, 24, 31)), *((kind, 20) for kind in (PlainNet, UnscheduledNet))],
+)
+def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
+    """Killed before the averaging, in its epochs and between them, averages and schedule go on."""
+    [cost] = assert_exact(swa, KillAt(kill), module=module, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("kill", [33, 36, 39])
+def test_stochastic_weight_averaging_in_the_epoch_that_updates_batch_norm(kill: int, strategy: str) -> None:
+    """Killed in the last epoch, which trains nothing, the running statistics go on."""
+    options = {"train_time_interval": timedelta(microseconds=1)}  # it steps no optimizer
+    [cost] = assert_exact(lambda: swa(strategy), KillAt(kill), module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+def test_stochastic_weight_averaging_beside_a_rate_that_others_change() -> None:
+    """Making its scheduler again sets no learning rate: somebody else has changed it since."""
+
+    def lower(trainer: Trainer, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+    def users() -> list[Callback]:
+        average = StochasticWeightAveraging([0.05], swa_epoch_start=2, annealing_epochs=0)
+        return [average, LambdaCallback(on_train_batch_end=lower)]
+
+    assert_exact(users, KillAt(20), module=NormNet, max_epochs=4)
+
+
+def test_stochastic_weight_averaging_beside_accumulation_by_epoch() -> None:
+    """The factor that it puts back at the end is that of the epoch, not the trainer's."""
+    users = lambda: [GradientAccumulationScheduler({0: 1, 3: 2}), *swa()]  # noqa: E731
+    options = {"train_time_interval": timedelta(microseconds=1)}
+    [cost] = assert_exact(users, KillAt(36), module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == (4, 4)
+
+
+@pytest.mark.parametrize("kill", [7, 15, 39])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int) -> None:
+    """Killed or stopped in the validation run of an epoch before, in and behind the averaging, it goes on."""
+    options = {**ALWAYS, "train_time_interval": timedelta(microseconds=1)}
+    fault = KillAt(kill, hook="validation", signum=signum)
+    [cost] = assert_exact(swa, fault, module=NormNet, max_epochs=4, options=options)
+    assert (cost.epoch, cost.batch) == (kill // NUM_BATCHES, 7 + (signum == signal.SIGTERM))
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 4])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
+def test_exception_beside_stochastic_weight_averaging(hook: str, epoch: int) -> None:
+    """What is saved behind an exception at the seams of its epochs is the state from before the seam."""
+    [cost] = assert_exact(swa, RaiseAt(hook, epoch), module=NormNet, max_epochs=4, options=ALWAYS)
+    assert cost.exit_code == 1
+
+
+def end_of(trainer: Trainer) -> list[str]:
+    """Return what a fit with averages has left behind."""
+    loop = [trainer.max_epochs, trainer.current_epoch, trainer.accumulate_grad_batches, trainer.should_stop]
+    [config] = trainer.lr_scheduler_configs
+    average, module = trainer.callbacks[0], trainer.lightning_module
+    states = [module.state_dict(), average.state_dict(), config.scheduler.state_dict()]
+    return [
+        str(loop),
+        *map(digest, states),
+        str([child.momentum for child in module.layers if hasattr(child, "momentum")]),
+    ]
+
+
+def test_finished_run_with_averages_runs_again(tmp_path: Path) -> None:
+    """A finished fit with averaged weights, started again, trains nothing and is what it was."""
+
+    def main() -> None:
+        trainer = fit_net([*swa(), FaultTolerance()], tmp_path, module=NormNet(), max_epochs=3)
+        with (tmp_path / "ends.txt").open("a") as file:
+            file.write(f"{end_of(trainer)}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for seed in (1, 2):
+        run(main, seed=seed)
+    first, again = (tmp_path / "ends.txt").read_text().splitlines()
+    assert first == again
+    assert first.startswith("['[3, 4, 1, False]'")
+
+
+def weight_averaging() -> list[Callback]:
+    """Return a WeightAveraging, in a Lightning that has it."""
+    return [kind() for kind in WEIGHT_AVERAGING]
+
+
+@pytest.mark.parametrize("users", [swa, *[weight_averaging] * len(WEIGHT_AVERAGING)])
+def test_finished_run_with_averages_does_not_grow(users: Any, tmp_path: Path) -> None:
+    """More epochs behind a fit that ended with averaged weights are refused: the trained ones are gone."""
+
+    def main(max_epochs: int) -> None:
+        fit_net([*users(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(lambda: main(3)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(5))
+    assert ended.exit_code == 1
+    assert "averaged weights in place of the trained ones" in ended.output

@@ -1,0 +1,174 @@
+"""An iterable data set whose iteration can't be begun again as it was says so."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from tests.loader.loops import safe, seed
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
+    "persistent": {"num_workers": 1, "persistent_workers": True},
+}
+each_workers = pytest.mark.parametrize("workers", WORKERS)
+
+
+class Forgetful(IterableDataset[Tensor]):
+    """Its first iteration leaves a generator that the second one takes away and draws from, late."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, random.Random] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        last = self.kept.pop("last", None)
+        if last is None:
+            self.kept["last"] = random.Random(3)
+        for number in range(8):
+            yield torch.tensor(number + (last.random() if last is not None and number > 5 else 0.0))
+
+
+class Plain(IterableDataset[Tensor]):
+    """Keeps where it is on itself, begins anew each time, and was made at another time in each process."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        Plain.num_made += 1
+        self.name, self.index = f"number {self.num_made}", 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for self.index in range(8):
+            yield torch.tensor(float(self.index))
+
+
+class Counting(Plain):
+    """Counts its iterations."""
+
+    num_begun = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.num_begun += 1
+        for sample in super().__iter__():
+            yield sample * self.num_begun
+
+
+class Holding(Plain):
+    """Holds one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [Counting()]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.parts[0])
+
+
+class Told(Plain):
+    """Is told its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch."""
+        self.epoch = epoch
+
+
+def tracked(dataset: IterableDataset[Any], workers: str, *, strict: bool = True) -> tuple[TrackedLoader, Any]:
+    """Return a loader that is followed, and its copy."""
+    loader = DataLoader(dataset, batch_size=2, **WORKERS[workers])
+    tracker = TrackedLoader(loader)
+    tracker.index_side.strict = strict
+    return tracker, tracker.copy_of(loader)
+
+
+def state_at(dataset: IterableDataset[Any], workers: str, *, num_iterations: int, consumed: int | None) -> Any:
+    """Return the state behind some iterations, or behind `consumed` batches of the next one."""
+    tracker, loader = tracked(dataset, workers)
+    for epoch in range(num_iterations):
+        if isinstance(dataset, Told):
+            dataset.set_epoch(epoch)
+        list(loader)
+    if consumed is not None:
+        batches = iter(loader)
+        for _ in range(consumed):
+            next(batches)
+    state = safe(tracker.state_dict(consumed))
+    tracker.close_workers()
+    return state
+
+
+@each_workers
+def test_generator_that_is_gone_is_refused(workers: str) -> None:
+    """An iteration that began with a generator that a fresh data set does not have can't be begun again."""
+    seed(1)
+    state = state_at(Forgetful(), workers, num_iterations=1, consumed=2)
+    tracker, loader = tracked(Forgetful(), workers)
+    tracker.load_state_dict(state)
+    with pytest.raises(NotExactError, match=r"no generator to restore the state of dataset\.kept\['last'\] into"):
+        list(loader)
+    tracker.close_workers()
+
+
+@each_workers
+def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If not strict it goes on, and the main process says so, once."""
+    seed(1)
+    state = state_at(Forgetful(), workers, num_iterations=1, consumed=2)
+    tracker, loader = tracked(Forgetful(), workers, strict=False)
+    tracker.load_state_dict(state)
+    with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
+        assert len(list(loader)) == 2
+        assert len(list(loader)) == 4
+    tracker.close_workers()
+    [reason] = tracker.index_side.not_exact
+    assert "no generator to restore the state of dataset.kept['last'] into" in reason
+    assert [record.message for record in caplog.records] == [reason]
+
+
+@pytest.mark.parametrize("consumed", [None, 0], ids=["between", "begun"])
+@pytest.mark.parametrize(("kind", "path"), [(Counting, "num_begun"), (Holding, r"parts\[0\]\.num_begun")])
+@each_workers
+def test_hidden_state_is_refused_before_the_first_sample(
+    workers: str, kind: type[Plain], path: str, consumed: int | None
+) -> None:
+    """A data set that counts its iterations is refused where nothing is replayed, and the count is named."""
+    state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
+    tracker, loader = tracked(kind(), workers)
+    tracker.load_state_dict(state)
+    with pytest.raises(NotExactError, match=rf"{kind.__name__} keeps a state of its own.*: {path} \(2 then, 1 now\)\."):
+        list(loader)
+    tracker.close_workers()
+
+
+@each_workers
+def test_hidden_state_is_announced_if_not_strict(workers: str) -> None:
+    """If not strict it goes on, and the main process knows."""
+    state = state_at(Counting(), workers, num_iterations=2, consumed=None)
+    tracker, loader = tracked(Counting(), workers, strict=False)
+    tracker.load_state_dict(state)
+    assert len(list(loader)) == 4
+    tracker.close_workers()
+    [reason] = tracker.index_side.not_exact
+    assert "num_begun (2 then, 1 now)" in reason
+
+
+@pytest.mark.parametrize("consumed", [None, 0, 1], ids=["between", "begun", "one batch"])
+@pytest.mark.parametrize("kind", [Plain, Told])
+@each_workers
+def test_place_that_is_kept_is_no_hidden_state(workers: str, kind: type[Plain], consumed: int | None) -> None:
+    """A data set that keeps its place, or its epoch, on itself and begins anew each time goes on."""
+    state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
+    tracker, loader = tracked(kind(), workers)
+    tracker.load_state_dict(state)
+    assert len(list(loader)) == 4 - (consumed or 0)
+    tracker.close_workers()

@@ -1,0 +1,48 @@
+"""The contract with Lightning's callbacks: each private name that an adapter touches is in the installed version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+
+from lightning_faulttolerant.trainer.adapters import compat
+from lightning_faulttolerant.trainer.adapters.compat import SEAMS, WEIGHT_AVERAGING
+from tests.contract import missing, private_names
+from tests.runs import Net, fit_net
+
+
+class Plain(Net):
+    """One optimizer without a scheduler, and a norm."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the owners of the seams: a trainer behind a short fit with averages, and its callbacks."""
+    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+    arguments: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    trainer: Trainer = fit_net([average], tmp_path_factory.mktemp("averages"), module=Plain(), **arguments)
+    found = {"trainer": trainer, "StochasticWeightAveraging": average, "ModelPruning": ModelPruning("l1_unstructured")}
+    return {**found, **{kind.__name__: kind() for kind in WEIGHT_AVERAGING}}
+
+
+@pytest.mark.parametrize("path", SEAMS)
+def test_each_seam_exists(path: str, owners: dict[str, Any]) -> None:
+    """The name is there behind a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    owner = path.partition(".")[0]
+    if owner in owners:
+        found = missing(owners[owner], path, SEAMS)
+        assert found is None, found
+    else:
+        assert (owner, WEIGHT_AVERAGING) == ("WeightAveraging", ())
+
+
+def test_no_name_escapes_the_contract() -> None:
+    """Each private name that the source touches is checked by the test above."""
+    assert private_names(compat) - {part for path in SEAMS for part in path.split(".")} == set()
