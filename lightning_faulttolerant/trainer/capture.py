@@ -30,7 +30,6 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
-from lightning_faulttolerant.trainer.monitors.states import load_monitors, monitors_state
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -123,7 +122,6 @@ class RunState:
             "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
             "files": self.files.state_dict(),
-            "monitors": monitors_state(trainer),
         }
 
     def _is_iterating(self, position: Position) -> bool:
@@ -148,7 +146,6 @@ class RunState:
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
             "files": lambda part: self.files.load_state_dict(part),
-            "monitors": lambda part: load_monitors(trainer, part),
             "held": self._load_held,
             "rng": lambda part: set_rng_state(part),
         }

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, Timer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
 from lightning_faulttolerant.trainer.compat import callbacks
@@ -24,6 +26,8 @@ SEAMS = {
     "ModelPruning._parameters_to_prune": "masks of pruned weights",
     "ModelPruning._original_layers": "the first weights, to which pruning goes back",
     "ModelPruning._make_pruning_permanent": "the refusal to train a pruned run further",
+    "Timer._start_time": "max_time: the time that a resume takes would count",
+    "Timer._end_time": "Timer.time_elapsed of a validation run, behind a resume",
     "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
 }
 
@@ -78,3 +82,24 @@ def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
 def removes_masks(callback: ModelPruning) -> bool:
     """Return whether a ModelPruning leaves no masks behind the fit."""
     return callback._make_pruning_permanent
+
+
+def timer_state(timer: Timer) -> dict[str, Any]:
+    """Return how much time has passed in each stage that has begun, and which of them have ended."""
+    stages = [stage.value for stage in RunningStage if timer.start_time(stage) is not None]
+    elapsed = {stage: timer.time_elapsed(stage) for stage in stages}
+    return {"elapsed": elapsed, "ended": [stage for stage in stages if timer.end_time(stage) is not None]}
+
+
+def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
+    """Let the time go on from what `timer_state` gave, without what has passed since this process began to train."""
+    now = time.monotonic()
+    for name, elapsed in state["elapsed"].items():
+        stage = RunningStage(name)
+        if stage == RunningStage.TRAINING:
+            # What has passed before it is in the Timer's own state, which Lightning has put back.
+            if timer._start_time[stage] is not None:  # a fit that came to its end does not start again
+                timer._start_time[stage] = now
+        else:
+            timer._start_time[stage] = now - elapsed
+            timer._end_time[stage] = now if name in state["ended"] else None

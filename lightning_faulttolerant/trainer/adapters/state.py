@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging, Timer
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
@@ -24,6 +24,7 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     removes_masks,
     swap_scheduler_again,
 )
+from lightning_faulttolerant.trainer.adapters.elapsed import Elapsed
 from lightning_faulttolerant.trainer.adapters.pruning import Pruning
 
 
@@ -100,6 +101,7 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
     (LearningRateMonitor, _LearningRates()),
     (StochasticWeightAveraging, _Averaging()),
     (ModelPruning, Pruning()),
+    (Timer, Elapsed()),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, Timer
 
 from lightning_faulttolerant.trainer.adapters import compat
 from lightning_faulttolerant.trainer.adapters.compat import SEAMS, WEIGHT_AVERAGING
@@ -28,7 +28,12 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
     arguments: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
     trainer: Trainer = fit_net([average], tmp_path_factory.mktemp("averages"), module=Plain(), **arguments)
-    found = {"trainer": trainer, "StochasticWeightAveraging": average, "ModelPruning": ModelPruning("l1_unstructured")}
+    found = {
+        "trainer": trainer,
+        "StochasticWeightAveraging": average,
+        "ModelPruning": ModelPruning("l1_unstructured"),
+        "Timer": Timer(),
+    }
     return {**found, **{kind.__name__: kind() for kind in WEIGHT_AVERAGING}}
 
 
