@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the cases asked for, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
-    parser.add_argument("--rounds", type=int, default=40, help="fits of each variant (default: 40)")
+    parser.add_argument("--rounds", type=int, default=20, help="fits of each variant (default: 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of a fit (default: 500)")
     parser.add_argument(
         "--quick", action="store_true", help="a few short fits, to see that it runs: figures mean nothing"
@@ -179,8 +179,8 @@ def main(arguments: list[str] | None = None) -> None:
                 f" {found['target'] or '-':>7}",
                 flush=True,
             )
-    if options.output is not None:
-        options.output.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
+            if options.output is not None:  # each time: all of them take long
+                options.output.write_text(json.dumps({"machine": machine(), "cases": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def _machine(figures: Figures) -> str:
     loads = sorted(float(figures[part]["machine"]["load"]) for part in PARTS)
     return (
         f"{found['date']}, {found['cpu']} with {found['cores']} cores, {found['system']}, Python {found['python']},"
-        f" torch {found['torch']}, Lightning {found['lightning']}, one torch thread. Load of the machine:"
-        f" {loads[0]} to {loads[-1]}."
+        f" torch {found['torch']}, Lightning {found['lightning']}, one torch thread. Load of the machine,"
+        f" the benchmarks' own included: {loads[0]} to {loads[-1]}.{figures.get('note', '')}"
     )
 
 

@@ -11,12 +11,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of
+
 _PARTS = ("dataset", "sampler", "batch_sampler")
-
-
-def is_stateful(value: object) -> bool:
-    """Return whether an object can give its state and take it back."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class OwnState:
@@ -28,10 +25,10 @@ class OwnState:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        parts = {"loader": loader} if is_stateful(loader) else {}
+        parts = {"loader": loader} if has_state_methods(loader) else {}
         if not parts and isinstance(loader, DataLoader):
             parts = {name: getattr(loader, name, None) for name in _PARTS}
-        self._parts = {name: part for name, part in parts.items() if is_stateful(part)}
+        self._parts = {name: part for name, part in parts.items() if has_state_methods(part)}
 
     def why_not_exact(self) -> str | None:
         """Return why the loader's position can't be told by its own objects, or ``None`` if it can."""
@@ -47,7 +44,7 @@ class OwnState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of each object's state, by the object's name: ``loader``, or ``dataset``, ``sampler``, ..."""
-        return {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
+        return {name: state_of(part) for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the states back; the next iteration goes on from there, as far as the objects keep their word."""

@@ -23,7 +23,7 @@ from lightning_faulttolerant.loader.own_position import stateful_dataset, was_gi
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
@@ -186,6 +186,11 @@ class Loaders:
         return None
 
     def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
+        for tracked, original in self._originals:
+            if original is loader and loader.persistent_workers:  # given again when loaders are reloaded: so are they
+                known: TrackedLoader = vars(tracked)[TRACKER]
+                if known is self.trackers.get(place):
+                    return known, tracked
         seeds = self._seeds_of(place, loader)
         tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict

@@ -214,6 +214,18 @@ def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
 
 
 @each_num_workers
+def test_hidden_state_at_the_start_of_an_epoch(num_workers: int) -> None:
+    """Such a data set is refused too where no sample of the epoch was drawn yet, and its count is named."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Trainer:
+        train = DataLoader(CountingStream(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0)
+        return fit_net(callbacks, directory, train=train, max_epochs=3)
+
+    with pytest.raises(NotTheSame, match=r"keeps a state of its own .*num_begun \(2 then, 1 now\)"):
+        assert_resumes_exactly(fit, [KillAt(16)], options={"every_n_train_steps": 16})
+
+
+@each_num_workers
 def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: Path) -> None:
     """With ``strict=False`` the run goes on with other samples, and the report says so, of workers too, once."""
 

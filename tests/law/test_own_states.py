@@ -294,6 +294,17 @@ def test_loader_with_a_state_that_cant_be_exact(case: str, tmp_path: Path) -> No
         fit_net([FaultTolerance()], tmp_path, train=make())
 
 
+def test_state_loaded_by_the_script_at_a_restart() -> None:
+    """A script that loads a loader's state where it finds one moves a loader that goes on no second time."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        train = told_where() if any(directory.rglob("autosave-*.ckpt")) else stateful(NoisyDataset, 0)()
+        return fit_net(callbacks, directory, train=train)
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(3)], options={"every_n_train_steps": 1})
+    assert (cost.epoch, cost.batch) == (0, 3)
+
+
 def test_state_loaded_in_the_middle_of_a_fit(tmp_path: Path) -> None:
     """A state that somebody loads into a followed loader is refused: it would be moved twice."""
 

@@ -1,0 +1,169 @@
+"""The law where Lightning asks for loaders anew, uses a part of their batches, or a data module keeps a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.law.test_iterable import Stream
+from tests.runs import (
+    Cut,
+    HoldingDataset,
+    Net,
+    NoisyDataset,
+    assert_goes_on,
+    each_cut,
+    each_num_workers,
+    make_trainer,
+)
+
+# Lightning's own advice about what these runs do on purpose.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You requested to overfit but enabled"),
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning"),
+]
+
+
+class Grows(LightningDataModule):
+    """Counts the batches that were used and the loaders that it gave; what it gives depends on both."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+        self.num_used = self.num_given = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.num_given += 1
+        return self.make()
+
+    def make(self) -> DataLoader[Any]:
+        """Return a loader of rows shifted by how many loaders there were, and how many batches were used."""
+        data = NoisyDataset()
+        data.rows = data.rows + self.num_given + self.num_used / 8
+        return DataLoader(data, 4, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(8), batch_size=4, num_workers=self.num_workers)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count, and shift the batch."""
+        self.num_used += 1
+        return batch + self.num_used / 100
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both numbers."""
+        return {"num_used": self.num_used, "num_given": self.num_given}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.num_used, self.num_given = state_dict["num_used"], state_dict["num_given"]
+
+
+def hold(data_module: Callable[[], Any], cut: Cut, **arguments: Any) -> None:
+    """Hold a fit with a data module to the law."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory, **arguments)
+        trainer.fit(Net(), datamodule=data_module())
+        return trainer
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
+    assert (cost.epoch, cost.batch) == cut.goes_on_at
+
+
+class Counts(Grows):
+    """Counts batches alone: its rows are the same whenever it is asked."""
+
+    def make(self) -> DataLoader[Any]:
+        """Return a loader."""
+        return DataLoader(NoisyDataset(), 4, shuffle=True, num_workers=self.num_workers)
+
+
+class Keeps(Counts):
+    """Gives the same loader each time, whose workers live on."""
+
+    loader: DataLoader[Any] | None = None
+
+    def make(self) -> DataLoader[Any]:
+        """Return the loader."""
+        if self.loader is None:
+            self.loader = DataLoader(NoisyDataset(), 4, shuffle=True, num_workers=2, persistent_workers=True)
+        return self.loader
+
+
+@each_num_workers
+@each_cut
+def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
+    """What a data module counts as batches are used goes on."""
+    hold(lambda: Counts(num_workers), cut)
+
+
+@each_num_workers
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("kill", "batch"), [(13, 5), (15, 7), (16, 0)])
+def test_loaders_asked_for_anew(kill: int, batch: int, every: int, num_workers: int) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` they are asked for in the same epochs."""
+    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, batch))
+    hold(lambda: Counts(num_workers), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_kept_loader_asked_for_anew(every: int) -> None:
+    """A loader that is given again goes on with the workers that it has."""
+    cut = Cut(kill=20, every=1, goes_on_at=(2, 4))
+    hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
+
+
+@pytest.mark.parametrize("kill", [5, 24])
+def test_loader_that_depends_on_the_state(kill: int) -> None:
+    """A loader that a data module makes of its state is another one in the middle of an epoch: it is refused."""
+    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
+    with pytest.raises(AssertionError, match=r"train/0\.dataset\.rows: "):
+        hold(lambda: Grows(0), cut, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+
+
+def shuffled(num_workers: int, length: int = 64, **arguments: Any) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader of more batches than are used."""
+    return lambda: DataLoader(HoldingDataset(length), batch_size=4, shuffle=True, num_workers=num_workers, **arguments)
+
+
+LIMITS: dict[str, tuple[Callable[[int], Any], Any]] = {
+    "int": (shuffled, 8),
+    "float": (shuffled, 0.5),
+    "iterable": (lambda workers: lambda: DataLoader(Stream(64), batch_size=4, num_workers=workers), 8),
+}
+
+
+@each_num_workers
+@pytest.mark.parametrize("kill", [3, 15, 16])
+@pytest.mark.parametrize("name", LIMITS)
+def test_limited_training_batches(name: str, kill: int, num_workers: int) -> None:
+    """The last batch of an epoch ends it, and the next epochs have all their batches."""
+    make, limit = LIMITS[name]
+    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
+    assert_goes_on(cut, train=make(num_workers), limit_train_batches=limit, max_epochs=3)
+
+
+@each_num_workers
+@each_cut
+@pytest.mark.parametrize("limit", [2, 0.5])
+def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) -> None:
+    """A validation run over a part of its loader is that part, and its workers go on."""
+    validation = shuffled(num_workers, 16, persistent_workers=num_workers > 0)
+    assert_goes_on(cut, validation=validation, limit_val_batches=limit, val_check_interval=4)
+
+
+@each_num_workers
+@pytest.mark.parametrize("overfit", [8, 0.5])
+@pytest.mark.parametrize("kill", [3, 15])
+def test_overfit_batches(kill: int, overfit: float, num_workers: int) -> None:
+    """The same batches in every epoch, unshuffled, each with its own noise."""
+    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
+    validation = shuffled(num_workers, 16)
+    assert_goes_on(cut, train=shuffled(num_workers), validation=validation, overfit_batches=overfit, max_epochs=3)
