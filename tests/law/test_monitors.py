@@ -3,95 +3,79 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateMonitor, Timer
+from lightning.pytorch.callbacks import LearningRateMonitor, Timer, timer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.trainer.adapters import compat as adapters
 from tests.kills import run_whole_and_killed
-from tests.processes import run
 from tests.runs import Cut, each_cut, fit_net
 
-_SECONDS = 0.05  # that a batch takes at least
+
+class Clock:
+    """Stands in for ``time``: a batch takes 1 second, the start of a training 100, a validation batch 10."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Watch(Callback):
-    """Takes its time at the start of the training and in each batch; writes down the time that has passed."""
+    """Moves the clock, and writes down the time that has passed when a batch begins, and at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.clock = timer.time = adapters.time = Clock()
 
     def on_train_start(self, *_: Any) -> None:
-        time.sleep(0.8)
+        self.clock.now += 100
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        [timer] = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
-        seconds = timer.time_elapsed(), timer.time_elapsed("validate")
-        with open(self.path, "a") as file:
-            file.write(json.dumps([trainer.current_epoch * 8 + batch_idx, *seconds]) + "\n")
-        time.sleep(_SECONDS)
+        self._write(trainer, trainer.current_epoch * 8 + batch_idx)
+        self.clock.now += 1
 
-
-def _watched(path: Path) -> Iterator[tuple[int, float, float]]:
-    return (json.loads(line) for line in path.read_text().splitlines())
-
-
-@pytest.mark.parametrize(("kill", "every"), [(3, 1), (13, 12)])
-def test_elapsed_time_goes_on(kill: int, every: int, tmp_path: Path) -> None:
-    """Behind a resume the time is that of the state; neither the time between nor that of the resume itself counts."""
-
-    def main(name: str, *callbacks: Callback) -> None:
-        fit_net([Timer(), *callbacks, Watch(tmp_path / name)], tmp_path)
-
-    run(lambda: main("before", FaultTolerance(every_n_train_steps=every), KillAt(kill)))
-    time.sleep(1)
-    ended = run(lambda: main("behind", FaultTolerance(every_n_train_steps=every)), seed=99)
-    assert "Resumed exactly" in ended.output, ended.output
-    before = {batch: seconds for batch, *seconds in _watched(tmp_path / "before")}
-    behind = {batch: seconds for batch, *seconds in _watched(tmp_path / "behind")}
-    first = kill - kill % every
-    training, validation = behind[first]
-    # Half a second for what a busy machine takes between the state and the batch.
-    assert before[first - 1][0] + _SECONDS <= training <= before.get(first, before[first - 1])[0] + 0.5
-    assert validation == pytest.approx(before[first - 1][1])
-    assert all(behind[batch + 1][0] >= behind[batch][0] + _SECONDS for batch in range(first, 15))
-
-
-class WatchToTheEnd(Watch):
-    """And when all is over."""
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.clock.now += 10
 
     def on_fit_end(self, trainer: Any, *_: Any) -> None:
-        [timer] = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
-        self.path.with_suffix(".end").write_text(str(timer.time_elapsed()))
+        self._write(trainer, "end")
+
+    def _write(self, trainer: Any, batch: Any) -> None:
+        [found] = (callback for callback in trainer.callbacks if isinstance(callback, Timer))
+        with open(self.path, "a") as file:
+            file.write(json.dumps([batch, found.time_elapsed(), found.time_elapsed("validate")]) + "\n")
 
 
-def test_max_time_is_that_of_the_whole_run(tmp_path: Path) -> None:
-    """A run of which half the time was gone trains for the other half, to the first batch that ends behind it."""
-    limit = 20 * _SECONDS
+@pytest.mark.parametrize(("max_time", "num_batches"), [(None, 16), (11, 9), (31, 11)])
+@pytest.mark.parametrize(("kill", "every"), [(3, 1), (7, 5), (10, 3)])
+def test_elapsed_time_goes_on(kill: int, every: int, max_time: int | None, num_batches: int, tmp_path: Path) -> None:
+    """Each time is the uninterrupted run's, and with ``max_time`` the end; what the resume itself takes is no part."""
 
-    def main(*callbacks: Callback) -> None:
-        arguments = {"max_epochs": 9, "max_time": timedelta(seconds=limit)}
-        fit_net([*callbacks, WatchToTheEnd(tmp_path / "watched")], tmp_path, **arguments)
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        timers = [Timer()] if max_time is None else []
+        limit = None if max_time is None else timedelta(seconds=max_time)
+        fit_net([*timers, Watch(directory / "watched.jsonl"), *callbacks], directory, max_time=limit)
 
-    run(lambda: main(FaultTolerance(every_n_train_steps=1), KillAt(7)))
-    time.sleep(limit)
-    ended = run(lambda: main(FaultTolerance(every_n_train_steps=1)), seed=99)
-    assert ended.exit_code == 0, ended.output
-    batches, seconds, _ = zip(*_watched(tmp_path / "watched"), strict=True)
-    assert batches == tuple(range(len(batches)))
-    assert 7 < len(batches) <= 20
-    assert all(behind >= before + _SECONDS for before, behind in pairwise(seconds))
-    assert seconds[-2] < limit <= float((tmp_path / "watched.end").read_text())
-    assert "Time limit reached" in ended.output
+    runs = run_whole_and_killed(main, tmp_path, [min(kill, num_batches - 1)], every_n_train_steps=every)
+    whole, killed = (
+        [json.loads(line) for line in (directory / "watched.jsonl").read_text().splitlines()]
+        for directory in (runs.whole, runs.killed)
+    )
+    assert dict(_by_batch(killed)) == dict(_by_batch(whole))
+    assert [batch for batch, *_ in whole][-1] == "end"
+    assert len(whole) == num_batches + 1
+
+
+def _by_batch(lines: list[list[Any]]) -> Iterator[tuple[Any, list[float]]]:
+    return ((batch, seconds) for batch, *seconds in lines)
 
 
 @pytest.mark.parametrize("interval", [None, "step", "epoch"])

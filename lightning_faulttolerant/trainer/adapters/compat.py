@@ -85,8 +85,8 @@ def removes_masks(callback: ModelPruning) -> bool:
 
 
 def timer_state(timer: Timer) -> dict[str, Any]:
-    """Return how much time has passed in each stage that has begun, and which of them go on."""
-    stages = {stage.value for stage in RunningStage if timer.start_time(stage) is not None}
+    """Return how much time has passed in each stage that has begun, and which of them have ended."""
+    stages = [stage.value for stage in RunningStage if timer.start_time(stage) is not None]
     elapsed = {stage: timer.time_elapsed(stage) for stage in stages}
     return {"elapsed": elapsed, "ended": [stage for stage in stages if timer.end_time(stage) is not None]}
 

@@ -56,7 +56,10 @@ class _LearningRates:
 
 
 class _Times:
-    """Timer: it keeps the time of each stage, and begins anew at each start."""
+    """Timer, and with it ``Trainer(max_time=...)``.
+
+    Its own state has the time, but what a resume takes behind ``on_train_start`` would count too.
+    """
 
     def state_dict(self, trainer: Trainer, callback: Timer) -> dict[str, Any]:
         return timer_state(callback)

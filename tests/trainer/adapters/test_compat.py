@@ -28,8 +28,12 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
     arguments: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 0}
     trainer: Trainer = fit_net([average], tmp_path_factory.mktemp("averages"), module=Plain(), **arguments)
-    found = {"trainer": trainer, "StochasticWeightAveraging": average, "ModelPruning": ModelPruning("l1_unstructured")}
-    found["Timer"] = Timer()
+    found = {
+        "trainer": trainer,
+        "StochasticWeightAveraging": average,
+        "ModelPruning": ModelPruning("l1_unstructured"),
+        "Timer": Timer(),
+    }
     return {**found, **{kind.__name__: kind() for kind in WEIGHT_AVERAGING}}
 
 
