@@ -95,14 +95,16 @@ class WorkerSide:
         if self._per_sample is not None:
             return
         self._held = HeldGenerators(self._roots())
-        if self.resume_from is not None:
-            self._resume(self.resume_from[worker_id], self._held)
+        # Where there are more workers than there were, and nobody is strict, the new ones begin as they are.
+        states = self.resume_from or ()
+        state = states[worker_id] if worker_id < len(states) else None
+        if state is not None:
+            self._resume(state, self._held)
             if self._has_state:
-                self._dataset().load_state_dict(self.resume_from[worker_id]["dataset"])
+                self._dataset().load_state_dict(state["dataset"])
         if self.iterable is not None:
             self.iterable.on_begin, self.iterable.on_end = self._begin_iteration, self._end_iteration
             self.iterable.not_exact = self._not_exact
-            state = None if self.resume_from is None else self.resume_from[worker_id]
             self.iterable.begin_in_worker(None if state is None else state.get("iterable"))
         self._say_not_exact()
         self._leave_state()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from tests.processes import run
 from tests.runs import CountingSampler, NoisyDataset, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
@@ -98,3 +100,18 @@ def test_sampler_with_a_hidden_state_goes_on_if_not_strict(tmp_path: Path) -> No
     report = (tmp_path / "report.txt").read_text()
     assert "NOT EXACTLY" in report
     assert "CountingSampler gives other indices" in report
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0)])
+def test_another_number_of_workers_goes_on_if_not_strict(before: int, after: int, tmp_path: Path) -> None:
+    """With ``strict=False`` the order of the samples goes on with more workers or none, and the report says so."""
+
+    def main(num_workers: int, callbacks: list[Any]) -> None:
+        ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1, strict=False)
+        train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
+        fit_net([ours, *callbacks], tmp_path, train=train, max_epochs=1)
+
+    assert run(lambda: main(before, [KillAt(4)])).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(after, []))
+    assert ended.exit_code == 0, ended.output
+    assert f"NOT EXACT train/0.num_workers: {before} when it was saved, {after} now" in ended.output
