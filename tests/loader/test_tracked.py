@@ -500,7 +500,7 @@ class Stuck(Dataset[Any]):
 
 @pytest.mark.parametrize("how", ["sleep", "busy loop", "loop in C"])
 def test_stuck_workers_are_ended_soon(how: str) -> None:
-    """Workers that never come back are gone before torch's 5 s a worker, with no exception, torch's handler in place."""
+    """Workers that never come back are gone before torch's 5 s each, with no exception, torch's handler in place."""
     loader = DataLoader(Stuck(how), num_workers=2)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
