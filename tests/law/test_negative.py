@@ -10,12 +10,27 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.trainer.capture import PARTS
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
 from tests.runs import Net, NoisyDataset, fit_net
+
+
+class LogsItsMetric(Callback):
+    """Keeps a metric in an attribute, and logs it at the end of the epoch."""
+
+    def __init__(self) -> None:
+        self.mean = MeanMetric()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.mean.update(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log("seen_by_callback", self.mean.compute())
+        self.mean.reset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +53,7 @@ NEEDS = {
     "metrics": Needs(event="log", module=MetricNet),
     "results": Needs(event="log"),
     "flags": Needs(event="step", module=FreezingNet),
+    "callbacks": Needs(event="log", users=lambda: [LogsItsMetric()]),
     "trainer": Needs(event="batch", users=lambda: [StopsAt()], arguments={"min_epochs": 1, "max_epochs": 3}),
 }
 
