@@ -55,6 +55,7 @@ class TrackedLoader:
         default_worker_init: Callable[[int], None] | None = None,
         seeds: SampleSeeds | None = None,
     ) -> None:
+        self.user_loader = loader
         self._seeded = None if seeds is None else SeededSamples(loader, seeds)
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None

@@ -105,6 +105,11 @@ def put_checkpoint(trainer: Trainer, path: str, checkpoint: dict[str, Any]) -> N
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
+def put_checkpoint_path(trainer: Trainer, path: str | None) -> None:
+    """Let ``trainer.ckpt_path`` be `path`."""
+    trainer._checkpoint_connector._ckpt_path = path
+
+
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint that is being restored from; empty if there is none."""
     return trainer._checkpoint_connector._loaded_checkpoint

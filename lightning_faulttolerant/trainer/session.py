@@ -64,7 +64,7 @@ class Session:
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._choice: Choice | None = None
-        self._has_started = False
+        self._has_started = self._goes_on_from_autosave = False
         self.is_open = False
         self._resume: Resume | None = None
         self._boundary: Boundary | None = None
@@ -175,6 +175,7 @@ class Session:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
             else:
+                self._goes_on_from_autosave = True
                 rank_zero_info(f"Resuming from {self._choice.path}")
                 compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
             if self._choice.path is not None:
@@ -231,6 +232,9 @@ class Session:
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._choice.origin if self._choice is not None else None
+        if self._goes_on_from_autosave:
+            # The uninterrupted run's: ModelCheckpoint never removes the file that a run was started from.
+            compat.put_checkpoint_path(self._trainer, origin)
         if self._choice is not None:
             self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
         header = {"origin": origin, "surroundings": surroundings(self._trainer)}
@@ -254,6 +258,7 @@ class Session:
             self._loaders.begin(stage)
             with self._loaders.iterated_by_trainer():
                 original()
+            self._loaders.note_combined()
 
         return setup_data
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +76,7 @@ class Loaders:
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
         """Whether an iteration that is asked for now is the trainer's own."""
-        self._originals: list[tuple[Any, Any]] = []
+        self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._states: Mapping[str, Any] = {}
         self._states_of_own: Mapping[str, Any] = {}
         self._mark: Mark | None = None
@@ -121,6 +122,10 @@ class Loaders:
         """Get ready for the loaders of a stage to be processed anew."""
         self._stage, self._next_index = stage, 0
 
+    def note_combined(self) -> None:
+        """Note which CombinedLoaders hold our copies: a user's own may be used again when loaders are reloaded."""
+        self._combined.update(compat.combined_loaders(self._trainer))
+
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
         self._left = list(states.get("left", ()))
@@ -144,6 +149,7 @@ class Loaders:
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
+        loader = _user_loader(loader)  # a user's CombinedLoader that is given again still holds our copies
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
@@ -186,17 +192,15 @@ class Loaders:
         return None
 
     def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
-        for tracked, original in self._originals:
-            if original is loader and loader.persistent_workers:  # given again when loaders are reloaded: so are they
-                known: TrackedLoader = vars(tracked)[TRACKER]
-                if known is self.trackers.get(place):
-                    return known, tracked
+        known = self.trackers.get(place)
+        if isinstance(known, TrackedLoader) and known.user_loader is loader and loader.persistent_workers:
+            if not known.is_gone:  # given again when loaders are reloaded: so are its workers
+                return known, known.loader
         seeds = self._seeds_of(place, loader)
         tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.index_side.not_exact = self.not_exact
         tracked = tracker.copy_of(loader)
-        self._originals.append((tracked, loader))
         if keeps_own_position(loader):
             # A data module may ask the loader that it holds, which is at its beginning all the time.
             self._patches.replace(loader, "state_dict", tracked.state_dict)  # type: ignore[attr-defined]
@@ -360,9 +364,10 @@ class Loaders:
 
     def put_back(self) -> None:
         """Put the loaders that Lightning would have without us where our copies are."""
-        replaced = {id(tracked): original for tracked, original in self._originals}
-        for combined in compat.combined_loaders(self._trainer):
-            combined.flattened = [replaced.get(id(loader), loader) for loader in combined.flattened]
+        self.note_combined()
+        for combined in list(self._combined):
+            combined.flattened = [_user_loader(loader) for loader in combined.flattened]
+        self._combined.clear()
         for tracker in self._followed:
             tracker.leave()
         self._patches.undo()
@@ -371,7 +376,12 @@ class Loaders:
         self._index_sides.clear()
         self.untracked.clear()
         self._own.clear()
-        self._originals.clear()
+
+
+def _user_loader(loader: Any) -> Any:
+    """Return the loader of which `loader` is our copy, or `loader` itself."""
+    tracker = getattr(loader, "__dict__", {}).get(TRACKER)
+    return loader if tracker is None else tracker.user_loader
 
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
