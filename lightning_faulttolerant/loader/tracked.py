@@ -122,6 +122,10 @@ class TrackedLoader:
         """Whether nobody holds the copy that is followed any more."""
         return self._loader is None or self._loader() is None
 
+    def is_kept_for(self, loader: DataLoader[Any]) -> bool:
+        """Return whether the copy of `loader` that is followed is there and has workers that live on."""
+        return self.user_loader is loader and not self.is_gone and loader.persistent_workers
+
     def copy_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)

@@ -18,13 +18,14 @@ from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
 
 _log = logging.getLogger(__name__)
 
-KEY = "lightning_faulttolerant"
+KEY = parts.KEY
 VERSION = 1
 # A resume doesn't need these, and they may hold any object.
 _OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,9 @@ from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.session import Session
+from lightning_faulttolerant.trainer.session import Session, is_inside_another_fit
+
+_log = logging.getLogger(__name__)
 
 
 class FaultTolerance(Callback):
@@ -96,9 +99,9 @@ class FaultTolerance(Callback):
     def log(self, log: Any) -> None:
         # That is the first thing of a run. By the time of setup loggers have begun new files, and removed old ones.
         self._log = log
-        trainer = log.__self__.trainer
-        if trainer.state.fn == "fit":
-            self._begin(trainer)
+        module = getattr(log, "__self__", None)  # a user's own function in its place has none: setup begins the fit
+        if isinstance(module, LightningModule) and module.trainer.state.fn == "fit":
+            self._begin(module.trainer)
 
     def _begin(self, trainer: Trainer) -> None:
         """Begin a fit, unless it is one that is nobody's training."""
@@ -106,6 +109,10 @@ class FaultTolerance(Callback):
             return
         _check_supported(trainer)
         if compat.is_nobodys_training(trainer):
+            return
+        if is_inside_another_fit(trainer):
+            # It is a part of that one's hook, which is run again whole. Its number would be that of another one then.
+            _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
             return
         self._last_report = None
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
@@ -117,6 +124,8 @@ class FaultTolerance(Callback):
         """Take over the fit."""
         if stage != "fit":
             return
+        if self._is_of_another(trainer):
+            return
         if self._session is None or self._session.is_open:  # a Lightning that does not give callbacks the log
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
@@ -124,23 +133,27 @@ class FaultTolerance(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
-        session = self._session
+        session = None if self._is_of_another(trainer) else self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
             checkpoint[KEY] = session.part_for_others()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""
-        if self._session is not None:
+        if self._session is not None and not self._is_of_another(trainer):
             session, self._session = self._session, None
             self._last_report = session.report
             session.interrupt(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Mark the fit as finished, and leave nothing of ours behind."""
-        if self._session is not None and stage == "fit":
+        if self._session is not None and stage == "fit" and not self._is_of_another(trainer):
             session, self._session = self._session, None
             self._last_report = session.report
             session.finish()
+
+    def _is_of_another(self, trainer: Trainer) -> bool:
+        """Return whether the fit that is followed is one in whose hooks `trainer` was given this very callback."""
+        return self._session is not None and self._session.trainer is not trainer and self._session.is_running
 
     def _is_in_charge(self, trainer: Trainer) -> bool:
         """Return whether this is the one of several that acts: the first that the user has added himself."""

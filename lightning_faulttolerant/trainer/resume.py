@@ -223,6 +223,7 @@ class Resume:
             return
         self.is_pending = False
         self._loaders.resumed()
+        self._files.settle()
         position = self.position
         saved = self._part["surroundings"] if self._part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_faulttolerant.errors import TrainingStopped
@@ -22,7 +25,7 @@ from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
@@ -52,8 +55,9 @@ class Session:
     """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
-        self._trainer = trainer
+        self.trainer = self._trainer = trainer
         self._options = options
+        self._thread_id = threading.get_ident()
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
@@ -74,12 +78,20 @@ class Session:
         self._hook_saves: HookSaves | None = None
 
     @property
+    def is_running(self) -> bool:
+        """Whether the fit is under way, in this thread."""
+        state = self._trainer.state
+        is_fitting = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        return is_fitting and self._thread_id == threading.get_ident()
+
+    @property
     def report(self) -> ResumeReport | None:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
     def begin(self) -> None:
         """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
+        _sessions.add(self)
         given = given_checkpoint(self._trainer)
         if given is not None:
             self._choice = choose(self._trainer, self._series, given[0], self._options)
@@ -133,12 +145,14 @@ class Session:
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
+        _sessions.discard(self)
         self._stop.uninstall()
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
         self._loaders.release_workers()
         self._loaders.put_back()
         self._patches.undo()
+        self._files.put_back()
         self._boundary = self.autosaver = self._run_state = None
 
     def _last_saved(self) -> str:
@@ -237,7 +251,7 @@ class Session:
             compat.put_checkpoint_path(self._trainer, origin)
         if self._choice is not None:
             self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
-        header = {"origin": origin, "surroundings": surroundings(self._trainer)}
+        header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,
             self._series,
@@ -403,3 +417,11 @@ class Session:
             self._loaders.begin_fetch()
 
         return before_fetch
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def is_inside_another_fit(trainer: Trainer) -> bool:
+    """Return whether a fit of another trainer is under way, in one of whose hooks this one runs."""
+    return any(session.trainer is not trainer and session.is_running for session in _sessions)

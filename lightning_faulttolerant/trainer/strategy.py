@@ -193,9 +193,8 @@ class Loaders:
 
     def _follow(self, place: str, loader: DataLoader[Any]) -> tuple[TrackedLoader, DataLoader[Any]]:
         known = self.trackers.get(place)
-        if isinstance(known, TrackedLoader) and known.user_loader is loader and loader.persistent_workers:
-            if not known.is_gone:  # given again when loaders are reloaded: so are its workers
-                return known, known.loader
+        if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # given again when loaders are reloaded
+            return known, known.loader
         seeds = self._seeds_of(place, loader)
         tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict

@@ -295,3 +295,53 @@ def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) ->
     assert "FingerprintMismatchError" in refused.output
     assert " when it was saved, " in refused.output
     assert autosaves(tmp_path) != []
+
+
+class Probe(Callback):
+    """Trains another model at the end of each epoch, and writes down what it has become."""
+
+    def __init__(self, directory: Path, callback: FaultTolerance | None = None) -> None:
+        self.directory = directory
+        self.callback = callback
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(trainer.current_epoch)
+            probe = fit_net([self.callback or protected()], self.directory, max_epochs=1)
+        tell(self.directory, "probes", [trainer.current_epoch, weights(probe)])
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
+    """A fit in a callback of another is not counted: behind a resume it is trained, not taken from an earlier epoch."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+
+    def main(directory: Path, *faults: Callback) -> None:
+        callback = protected()
+        probe = Probe(directory, callback if is_shared else None)
+        fit_net([*faults, callback, probe], directory, max_epochs=4)
+
+    whole.mkdir(), killed.mkdir()
+    ended = run(lambda: main(whole))
+    assert ended.exit_code == 0, ended.output
+    ended = run(lambda: main(killed, KillAt(20)))
+    assert ended.exit_code == -signal.SIGKILL, ended.output
+    ended = run(lambda: main(killed), seed=2)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 4 of epoch 2" in ended.output
+    assert told(killed, "probes") == told(whole, "probes")
+
+
+def test_module_whose_log_is_a_function(tmp_path: Path) -> None:
+    """A function that a user has set in the place of ``log`` does not belong to a module; the fit is saved the same."""
+
+    def main(*faults: Callback) -> None:
+        module = Net()
+        log = module.log
+        module.log = lambda *args, **arguments: log(*args, **arguments)  # type: ignore[method-assign]
+        fit_net([*faults, protected()], tmp_path, module=module)
+
+    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    ended = run(main, seed=2)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 5 of epoch 0" in ended.output

@@ -55,6 +55,8 @@ class CheckpointFiles:
         self._found_for: Any = None
         self._num_changes = 0
         self._then: Mapping[str, list[str]] = {}
+        self._is_ours: Callable[[str], bool] = lambda path: True
+        self._others: dict[str, bool] = {}
         self._touched: set[str] = set()
         """What this process has written or removed since it resumed."""
         self._save: _Save | None = None
@@ -156,7 +158,14 @@ class CheckpointFiles:
             for directory, names in found.items()
         }
 
-    def resume(self, state: Mapping[str, Any], path: str, *, is_own: bool = True) -> None:
+    def resume(
+        self,
+        state: Mapping[str, Any],
+        path: str,
+        *,
+        is_own: bool = True,
+        is_ours: Callable[[str], bool] = lambda path: True,
+    ) -> None:
         """Let each file that is asked for be there, or not, as it was when `state` was taken.
 
         To be called when the callbacks are set up and before one of them saves.
@@ -165,12 +174,13 @@ class CheckpointFiles:
             state: What `state_dict` gave.
             path: The checkpoint that it was in.
             is_own: Whether the files that are there are this run's; if not, only that checkpoint is not to be there.
+            is_ours: Whether a file that was not there then may have been written by a process of this run since.
         """
         if "saves_again_at" in state:
             self._own_file = (_real(path), state["saves_again_at"])
         elif not is_own:
             return
-        self._then = state["found"] if is_own else {}
+        self._then, self._is_ours = state["found"] if is_own else {}, is_ours
         for callback in self._callbacks():
             self._patches.wrap(callback, "file_exists", self._wrap_file_exists)
 
@@ -201,7 +211,15 @@ class CheckpointFiles:
                 return is_there
             directory, name = os.path.split(directory)
         was_there = name in self._then[directory]
+        if is_there and not was_there and self._is_anothers(path):
+            return True
         return was_there and (is_in_listed or is_there)
+
+    def _is_anothers(self, path: str) -> bool:
+        """Return whether a file that has come since was written by another run in the same directory."""
+        if path not in self._others:
+            self._others[path] = not self._is_ours(path)
+        return self._others[path]
 
     def _callbacks(self) -> list[ModelCheckpoint]:
         found = self._trainer.checkpoint_callbacks

@@ -131,6 +131,12 @@ def go_on_in_csv(logger: CSVLogger, columns: list[str]) -> None:
     logger._experiment = writer
 
 
+def set_columns(logger: CSVLogger, columns: list[str]) -> None:
+    """Let a logger know the columns that its file has, beside those of rows that it is about to add."""
+    if isinstance(logger._experiment, ExperimentWriter):
+        logger._experiment.metrics_keys = list(columns)
+
+
 def go_on_in_tensorboard(logger: TensorBoardLogger, purge_step: int | None) -> None:
     """Begin a logger's next event file; TensorBoard drops events of those before it from `purge_step` on."""
     kwargs = logger._kwargs

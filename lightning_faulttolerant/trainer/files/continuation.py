@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.choice import Choice
-from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.run import Run
-
-_log = logging.getLogger(__name__)
 
 
 def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
@@ -26,31 +19,27 @@ def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
     was killed: who begins anew from a file of a run that came to its end must not lose what that has logged behind it.
     """
     part = choice.part
-    if part is None and choice.autosave is not None and not _is_finished(_part_of(choice.autosave)):
-        part = _part_of(choice.path)
+    if part is None and choice.autosave is not None:
+        autosave, given = part_of(choice.autosave), part_of(choice.path)
+        part = given if not _is_finished(autosave) and _are_of_one_run(given, autosave) else None
+    if part is not None and MARK in part:
+        files.mark = part[MARK]
     written = _written(part)
     if part is None or written is None or part.get("inexact"):
         return
     # A fit that came to its end must not take from a later one what that has logged to the same files.
     later = run.later_autosaves() if _is_finished(part) else []
-    files.resume_loggers(written, later=[_written(_part_of(path)) for path in later])
+    files.resume_loggers(written, later=[_written(part_of(path)) for path in later])
     files.goes_on = True
+
+
+def _are_of_one_run(given: Mapping[str, Any] | None, autosave: Mapping[str, Any] | None) -> bool:
+    # Another run's may lie in the same directory: it must not lose what it has logged and saved behind that file.
+    return given is not None and autosave is not None and MARK in given and given[MARK] == autosave.get(MARK)
 
 
 def _is_finished(part: Mapping[str, Any] | None) -> bool:
     return part is not None and part["position"]["where"] == FINISHED
-
-
-def _part_of(path: Path | str | None) -> Mapping[str, Any] | None:
-    """Return our part of a checkpoint, or ``None`` if there is none or it can't be read."""
-    if path is None:
-        return None
-    try:
-        part: Mapping[str, Any] | None = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(KEY)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
-        _log.debug("%s can't be read: %s", path, error)
-        return None
-    return part
 
 
 def _written(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

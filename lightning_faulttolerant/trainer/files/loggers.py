@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -43,6 +43,7 @@ class LoggerFiles:
         self._trainer = trainer
         self._patches = patches
         self._followers: dict[int, tuple[dict[str, Any], _Follower]] = {}
+        self._undo: list[Callable[[], None]] = []
         self.notes: list[str] = []
         """What a user should know of loggers that could not go on."""
 
@@ -60,7 +61,17 @@ class LoggerFiles:
                 self.notes.append(f"there is no {state['key']} any more, which logged to {state['log_dir']}")
             elif self._goes_on(logger, state):
                 cuts = kept is not None and state["log_dir"] not in kept
-                _resume(logger, state, cuts=cuts, notes=self.notes)
+                undo = _resume(logger, state, cuts=cuts, notes=self.notes)
+                self._undo += [undo] if undo is not None else []
+
+    def settle(self) -> None:
+        """Let it be so: the run has resumed, and logs anew what was dropped."""
+        self._undo.clear()
+
+    def put_back(self) -> None:
+        """Put rows back that were dropped for a run that has not resumed then: nobody would log them again."""
+        while self._undo:
+            self._undo.pop()()
 
     def _goes_on(self, logger: FileLogger, state: Mapping[str, Any]) -> bool:
         """Return whether the logger goes on in the version that it had, which it then has again."""
@@ -197,17 +208,25 @@ def _has_lightnings_files(logger: FileLogger) -> bool:
     return type(logger).experiment in (CSVLogger.experiment, TensorBoardLogger.experiment)
 
 
-def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> None:
+def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> Callable[[], None] | None:
+    """Let a logger go on behind what it had logged in `state`; return what undoes that in its files, if it can be."""
     if isinstance(logger, TensorBoardLogger):
         _last_steps[logger] = state["purge_step"] - 1
         compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)
-        return
+        return None
     file = MetricsFile(os.path.join(logger.log_dir, "metrics.csv"))
-    num_rows = file.num_rows()
+    undo, num_rows = None, file.num_rows()
     if num_rows < state["num_rows"]:
         notes.append(
             f"{file.path} has {num_rows} rows, {state['num_rows']} were logged by then: it was deleted or changed since"
         )
-    elif cuts:
+    elif cuts and (num_rows > state["num_rows"] or file.columns() != state["columns"]):
+        columns, rows = file.columns(), file.rows()
+
+        def undo() -> None:
+            file.put_back(columns, rows, num_kept=state["num_rows"])
+            compat.set_columns(logger, file.columns())
+
         file.cut(state["num_rows"], state["columns"])
     compat.go_on_in_csv(logger, file.columns())
+    return undo

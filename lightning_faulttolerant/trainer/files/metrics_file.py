@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -39,13 +39,32 @@ class MetricsFile:
         names = self.columns()
         if names == list(columns) and self.num_rows() == num_rows:
             return
+        self._write_rows(columns, self.rows()[:num_rows])
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return all rows, by column."""
+        names, *rows = list(self._lines()) or [[]]
+        return [dict(zip(names, row, strict=False)) for row in rows]
+
+    def put_back(self, columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, num_kept: int) -> None:
+        """Undo `cut`: what was added behind its `num_kept` rows since stays behind all of `rows`.
+
+        Args:
+            columns: Those that there were.
+            rows: Those that there were.
+            num_kept: How many of them were kept.
+        """
+        added, now = self.rows()[num_kept:], self.columns()
+        if added and not set(now) <= set(columns):
+            columns = sorted({*columns, *now})
+        self._write_rows(columns, [*rows, *added])
+
+    def _write_rows(self, columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, fieldnames=columns, extrasaction="ignore")
-        if num_rows:
+        if rows:
             writer.writeheader()
-            rows = self._lines()
-            next(rows)
-            writer.writerows(dict(zip(names, row, strict=False)) for row, _ in zip(rows, range(num_rows), strict=False))
+            writer.writerows(rows)
         self._write(text.getvalue())
 
     def _write(self, text: str) -> None:

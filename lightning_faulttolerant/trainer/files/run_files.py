@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,11 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
+from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.patches import Patches
+
+MARK = "run"
+"""The key under which each checkpoint of a run, in our part, has the run's mark."""
 
 
 class RunFiles:
@@ -23,6 +28,8 @@ class RunFiles:
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
         self._loggers = LoggerFiles(trainer, patches)
         self._checkpoints = CheckpointFiles(trainer, patches)
+        self.mark = uuid.uuid4().hex
+        """Tells the files of this run, of all of its processes, from those of others; draws no random number."""
         self.goes_on = False
         """Whether the files that are there are those of the run that goes on."""
 
@@ -53,6 +60,14 @@ class RunFiles:
         kept = None if None in later else {logger["log_dir"] for files in later if files for logger in files["loggers"]}
         self._loggers.resume(state["loggers"], kept=kept)
 
+    def settle(self) -> None:
+        """Let it be so: the run has resumed."""
+        self._loggers.settle()
+
+    def put_back(self) -> None:
+        """Undo what was done for a run that has not resumed then."""
+        self._loggers.put_back()
+
     def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
         """Let ModelCheckpoints go on; to be called when they are set up and before one saves.
 
@@ -60,7 +75,12 @@ class RunFiles:
             state: What `state_dict` gave.
             path: The checkpoint that it was in.
         """
-        self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on)
+        self._checkpoints.resume(state["checkpoints"], path, is_own=self.goes_on, is_ours=self._is_ours)
+
+    def _is_ours(self, path: str) -> bool:
+        """Return whether a file may be this run's: the mark of another one says that it is not."""
+        part = part_of(path)
+        return part is None or part.get(MARK) == self.mark
 
     def saves_in_its_hook(self, callback: Callback | None) -> bool:
         """Return whether `callback` is a ModelCheckpoint in the middle of a save that its hook can do once more."""

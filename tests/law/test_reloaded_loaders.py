@@ -1,0 +1,79 @@
+"""Loaders that are asked for anew each epoch: the old ones go, and a user's CombinedLoader may be given again."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.runs import Net, NoisyDataset, each_num_workers, make_trainer
+
+
+class Anew(Net):
+    """Makes its data set and its loader anew each time, and counts what is there at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data_sets: list[Any] = []
+        self.num_there: list[tuple[int, int]] = []
+
+    def train_dataloader(self) -> Any:
+        data_set = NoisyDataset(8)
+        self.data_sets.append(weakref.ref(data_set))
+        return DataLoader(data_set, batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+
+    def on_train_epoch_end(self) -> None:
+        gc.collect()
+        alive = sum(reference() is not None for reference in self.data_sets)
+        self.num_there.append((alive, len(multiprocessing.active_children())))
+
+
+def test_loaders_of_before_go(tmp_path: Path) -> None:
+    """Neither the data set nor the workers of a loader that was replaced are kept."""
+    module = Anew()
+    protected = FaultTolerance(tmp_path / "autosaves", run_id="a")
+    trainer = make_trainer([protected], tmp_path, max_epochs=4, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(module, val_dataloaders=DataLoader(NoisyDataset(8), batch_size=4))
+    assert module.num_there == [(1, 1)] * 4
+
+
+class Again(Net):
+    """Gives the same CombinedLoader each time."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__()
+        workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+        self.combined = CombinedLoader([DataLoader(NoisyDataset(), batch_size=4, shuffle=True, **workers)])
+
+    def train_dataloader(self) -> Any:
+        return self.combined
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+@each_num_workers
+def test_combined_loader_that_is_given_again(num_workers: int) -> None:
+    """It holds the copies that were followed by then; the run goes on exactly, and they are taken out again."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        module = Again(num_workers)
+        loaders = list(module.combined.flattened)
+        trainer = make_trainer(callbacks, directory, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(module, val_dataloaders=DataLoader(NoisyDataset(8), batch_size=4))
+        assert [type(loader) for loader in module.combined.flattened] == [type(loader) for loader in loaders]
+        return trainer
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(19)], options={"every_n_train_steps": 1})
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, 2, 3)
