@@ -11,12 +11,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
-from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.session import Session, is_inside_another_fit
+from lightning_faulttolerant.trainer.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -110,13 +110,14 @@ class FaultTolerance(Callback):
         _check_supported(trainer)
         if compat.is_nobodys_training(trainer):
             return
-        if is_inside_another_fit(trainer):
+        if under_way.is_inside_another(trainer):
             # It is a part of that one's hook, which is run again whole. Its number would be that of another one then.
             _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
             return
         self._last_report = None
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
+        under_way.begin(trainer)
         self._session = Session(trainer, self._options)
         self._session.begin()
 
@@ -153,7 +154,8 @@ class FaultTolerance(Callback):
 
     def _is_of_another(self, trainer: Trainer) -> bool:
         """Return whether the fit that is followed is one in whose hooks `trainer` was given this very callback."""
-        return self._session is not None and self._session.trainer is not trainer and self._session.is_running
+        own = self._session.trainer if self._session is not None else trainer
+        return own is not trainer and under_way.is_under_way(own)
 
     def _is_in_charge(self, trainer: Trainer) -> bool:
         """Return whether this is the one of several that acts: the first that the user has added himself."""

@@ -38,6 +38,8 @@ class Choice:
     checkpoint: dict[str, Any] | None = None
     sets_aside: str | None = None
     """Autosaves of this run that it leaves, to be set aside once it has begun."""
+    is_autosave: bool = False
+    """Whether it is one of our own, of which the user has not heard."""
     autosave: str | None = None
     """The newest autosave of this run, where that is not what the fit starts from."""
 
@@ -71,9 +73,9 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         return Choice(path=_as_given(given), origin=origin)
     ours = load_file(newest)
     if path is None or (origin is not None and ours[KEY]["origin"] == origin):
-        return Choice(path=str(newest), origin=origin, checkpoint=ours)
+        return Choice(path=str(newest), origin=origin, checkpoint=ours, is_autosave=True)
     if is_newest and _is_further(ours, path):
-        return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours)
+        return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours, is_autosave=True)
     if is_newest:
         rank_zero_info(f"{path} is further on than the autosave {newest}.")
         return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=str(newest))

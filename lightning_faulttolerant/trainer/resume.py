@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.state.metrics import grow_trackers
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 from lightning_faulttolerant.trainer.adapters.state import why_ended
@@ -70,6 +71,7 @@ class Resume:
         self._began = time.monotonic()
         self._not_exact: list[str] = []
         self._part = choice.part
+        self._is_autosave, self._origin = choice.is_autosave, choice.origin
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self.position: Position | None = None
@@ -131,6 +133,9 @@ class Resume:
         """
         if self._part is None or self.position is None:
             return
+        if self._is_autosave:
+            # As in the uninterrupted run: ModelCheckpoint never removes the file that a run was started from.
+            compat.put_checkpoint_path(self._trainer, self._origin)
         restore_best_models(self._trainer, self._callback_states)
         saved = self._part["fingerprint"]
         self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_faulttolerant.errors import TrainingStopped
@@ -57,7 +54,6 @@ class Session:
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self.trainer = self._trainer = trainer
         self._options = options
-        self._thread_id = threading.get_ident()
         dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
         self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
@@ -68,8 +64,7 @@ class Session:
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._choice: Choice | None = None
-        self._has_started = self._goes_on_from_autosave = False
-        self.is_open = False
+        self._has_started = self.is_open = False
         self._resume: Resume | None = None
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
@@ -78,20 +73,12 @@ class Session:
         self._hook_saves: HookSaves | None = None
 
     @property
-    def is_running(self) -> bool:
-        """Whether the fit is under way, in this thread."""
-        state = self._trainer.state
-        is_fitting = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        return is_fitting and self._thread_id == threading.get_ident()
-
-    @property
     def report(self) -> ResumeReport | None:
         """What was restored, if this fit resumed."""
         return self._resume.report if self._resume is not None else None
 
     def begin(self) -> None:
         """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
-        _sessions.add(self)
         given = given_checkpoint(self._trainer)
         if given is not None:
             self._choice = choose(self._trainer, self._series, given[0], self._options)
@@ -145,7 +132,6 @@ class Session:
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
-        _sessions.discard(self)
         self._stop.uninstall()
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
@@ -189,7 +175,6 @@ class Session:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
             else:
-                self._goes_on_from_autosave = True
                 rank_zero_info(f"Resuming from {self._choice.path}")
                 compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
             if self._choice.path is not None:
@@ -246,9 +231,6 @@ class Session:
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._choice.origin if self._choice is not None else None
-        if self._goes_on_from_autosave:
-            # The uninterrupted run's: ModelCheckpoint never removes the file that a run was started from.
-            compat.put_checkpoint_path(self._trainer, origin)
         if self._choice is not None:
             self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
         header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
@@ -272,7 +254,6 @@ class Session:
             self._loaders.begin(stage)
             with self._loaders.iterated_by_trainer():
                 original()
-            self._loaders.note_combined()
 
         return setup_data
 
@@ -417,11 +398,3 @@ class Session:
             self._loaders.begin_fetch()
 
         return before_fetch
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def is_inside_another_fit(trainer: Trainer) -> bool:
-    """Return whether a fit of another trainer is under way, in one of whose hooks this one runs."""
-    return any(session.trainer is not trainer and session.is_running for session in _sessions)

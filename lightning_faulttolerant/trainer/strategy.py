@@ -109,6 +109,8 @@ class Loaders:
             yield
         finally:
             self.end_fetch()
+            # A user's own may be used again when loaders are reloaded, and holds our copies until they are put back.
+            self._combined.update(compat.combined_loaders(self._trainer))
 
     def begin_fetch(self) -> None:
         """Let iterations from here on be the trainer's: of several validation loaders, all but the first begin late."""
@@ -121,10 +123,6 @@ class Loaders:
     def begin(self, stage: str) -> None:
         """Get ready for the loaders of a stage to be processed anew."""
         self._stage, self._next_index = stage, 0
-
-    def note_combined(self) -> None:
-        """Note which CombinedLoaders hold our copies: a user's own may be used again when loaders are reloaded."""
-        self._combined.update(compat.combined_loaders(self._trainer))
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
@@ -363,8 +361,7 @@ class Loaders:
 
     def put_back(self) -> None:
         """Put the loaders that Lightning would have without us where our copies are."""
-        self.note_combined()
-        for combined in list(self._combined):
+        for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
             combined.flattened = [_user_loader(loader) for loader in combined.flattened]
         self._combined.clear()
         for tracker in self._followed:

@@ -70,3 +70,16 @@ def test_file_in_a_remote_store() -> None:
     file = MetricsFile("memory://cut/metrics.csv")
     file.cut(1, ["a", "step"])
     assert store.cat("/cut/metrics.csv") == b"a,step\r\n1.0,0\r\n"
+
+
+def test_rows_are_put_back_in_front_of_those_added_since(tmp_path: Path) -> None:
+    """What `cut` dropped comes back with its columns, and rows that came behind the kept ones stay."""
+    path = tmp_path / "metrics.csv"
+    path.write_text("a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n", newline="")
+    file = MetricsFile(str(path))
+    columns, rows = file.columns(), file.rows()
+    file.cut(1, ["a", "step"])
+    with path.open("a", newline="") as added:
+        added.write("9,7\r\n")
+    file.put_back(columns, rows, num_kept=1)
+    assert path.read_bytes() == b"a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n9,,7\r\n"
