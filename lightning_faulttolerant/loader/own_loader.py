@@ -70,14 +70,16 @@ class OwnLoader:
 
     Args:
         loader: The user's loader; `why_state_is_no_use` must be ``None`` for it.
+        place: Which of the trainer's it is.
     """
 
     num_workers = 0
     num_handed_out = 0
     is_gone = False
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, place: str = "") -> None:
         self.loader = loader
+        self.place = place
         self._user_class = type(loader)
         self._plan: Mapping[str, Any] | None = None
         self.strict = True

@@ -164,7 +164,7 @@ class Loaders:
             return loader
         if place in self._left:
             self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
-        tracker, followed = self._follow_own(loader) if is_own else self._follow(place, loader)
+        tracker, followed = self._follow_own(place, loader) if is_own else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
@@ -204,11 +204,13 @@ class Loaders:
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
 
-    def _follow_own(self, loader: Any) -> tuple[OwnLoader, Any]:
+    def _follow_own(self, place: str, loader: Any) -> tuple[OwnLoader, Any]:
         for tracker in self._followed:
             if tracker.loader is loader:  # loaders are reloaded, and this is the one of before
+                if tracker.place != place:
+                    self._refuse(place, f"the same object is {tracker.place} too, and it has one state for both")
                 return tracker, loader
-        tracker = OwnLoader(loader)
+        tracker = OwnLoader(loader, place=place)
         tracker.strict, tracker.not_exact = self._strict, self.not_exact
         tracker.follow()
         self._followed.append(tracker)
