@@ -358,7 +358,7 @@ def test_own_loader_at_the_first_batches(batch: int) -> None:
 def test_own_loader_in_two_places(tmp_path: Path) -> None:
     """One object that is trained on and validated on has one state for both: it is refused, and leaves its class."""
     loader = Prefetching()
-    with pytest.raises(NotExactError, match="the same object is validation/0 too|the same object is train/0 too"):
+    with pytest.raises(NotExactError, match=r"the same object is (validation|train)/0 too"):
         fit_net([FaultTolerance()], tmp_path, train=loader, validation=loader)
     assert type(loader) is Prefetching
 
