@@ -122,9 +122,10 @@ def running_hook(trainer: Trainer) -> tuple[str, Callback | None]:
     """
     frame = sys._getframe()
     while frame is not None:
-        name, found = frame.f_code.co_name, frame.f_locals
-        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in found:
-            return found["hook_name"], found.get("callback") if name == "_call_callback_hooks" else None
+        # A look at its variables keeps them alive as long as the frame: only where it is Lightning's own.
+        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in frame.f_locals:
+            is_callbacks = frame.f_code.co_name == "_call_callback_hooks"
+            return frame.f_locals["hook_name"], frame.f_locals.get("callback") if is_callbacks else None
         frame = frame.f_back  # type: ignore[assignment]
     return "", None
 
