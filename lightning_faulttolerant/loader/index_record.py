@@ -32,6 +32,11 @@ class Moment:
         rng = {name: state for name, state in states.items() if not name.startswith(_HELD)}
         return cls(rng=rng, held=held, sampler_epochs=[])
 
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any] | None) -> Moment | None:
+        """Return the moment of which `state_dict` gave `state`, or ``None`` for ``None``: there was none yet."""
+        return None if state is None else cls(**state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the moment as plain dicts."""
         return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
@@ -90,9 +95,9 @@ def plan_from_state(
         recent = recent[: len(recent) - (handed_out - position)]
         handed_out, log = position, DrawLog(log).until(position).pack()
     return IndexPlan(
-        birth=_moment(state["birth"]),
-        start=_moment(state["start"]),
-        first=_moment(state["first"]),
+        birth=Moment.from_state_dict(state["birth"]),
+        start=Moment.from_state_dict(state["start"]),
+        first=Moment.from_state_dict(state["first"]),
         position=position,
         handed_out=handed_out,
         log=log,
@@ -103,20 +108,20 @@ def plan_from_state(
 
 def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
     """Return the plan for a new iteration whose workers are to go on from where they were."""
-    return IndexPlan(birth=_moment(state["birth"]))
+    return IndexPlan(birth=Moment.from_state_dict(state["birth"]))
+
+
+def moments_state(**moments: Moment | None) -> dict[str, Any]:
+    """Return moments by their names as plain dicts; ``None`` where there is none yet."""
+    return {name: None if moment is None else moment.state_dict() for name, moment in moments.items()}
 
 
 def record_state(record: IndexRecord) -> dict[str, Any]:
     """Return a record as plain dicts, lists and tensors."""
-    moments = {name: getattr(record, name) for name in ("birth", "start", "first")}
     return {
-        **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
+        **moments_state(birth=record.birth, start=record.start, first=record.first),
         "handed_out": record.handed_out,
         "log": record.log.pack(),
         "recent": pack_indices(list(record.recent)),
         "num_samples": record.num_samples,
     }
-
-
-def _moment(state: Mapping[str, Any] | None) -> Moment | None:
-    return None if state is None else Moment(**state)

@@ -27,7 +27,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
-from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.index_record import Moment, moments_state
 from lightning_faulttolerant.loader.plain_state import has_state
 from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
@@ -70,9 +70,8 @@ class IterableRecord:
 
     def position(self) -> Position:
         """Return where the iteration is."""
-        moments = {name: getattr(self, name) for name in ("start", "first")}
         return {
-            **{name: None if moment is None else moment.state_dict() for name, moment in moments.items()},
+            **moments_state(start=self.start, first=self.first),
             "way": self.way,
             "log": self.log.pack(),
             "samples": self.num_samples,
@@ -187,7 +186,7 @@ class IterableSide(IterableDataset[Any]):
     def _resumed(self, plan: Position) -> Iterator[Any]:
         before, record = self._moment(), self.record
         record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
-        record.start, record.first = _moment(plan["start"]), _moment(plan["first"])
+        record.start, record.first = Moment.from_state_dict(plan["start"]), Moment.from_state_dict(plan["first"])
         record.log, record.num_samples = DrawLog(plan["log"]), plan["samples"]
         if record.start is not None:
             self._restore(record.start)
@@ -361,7 +360,3 @@ def _rebuilt(dataset: Any, strict: Any) -> IterableSide:
     side = IterableSide(dataset)
     side.strict = strict
     return side
-
-
-def _moment(state: Mapping[str, Any] | None) -> Moment | None:
-    return None if state is None else Moment(**state)

@@ -12,7 +12,7 @@ import functools
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 _NUM_WORDS = 624
@@ -21,8 +21,6 @@ _INDEX_BYTES = 4
 _GAUSS = struct.Struct("<?d")
 _DOUBLE = struct.Struct("<d")
 _NO_GAUSS = struct.pack("<id", -1, 0.0)
-
-Reader = Callable[[Any], bytes]
 
 
 def read_random(generator: random.Random) -> bytes | None:
