@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -36,8 +37,8 @@ _logger = logging.getLogger(__name__)
 # Whether a writer on another host is alive nobody here can know: it is taken for dead when it has been still this long.
 _ABANDONED_AFTER_SECONDS = 3600.0
 
-# What this process has begun and not ended, with its id: a forked child has a copy, and is not the writer.
-_being_written: set[tuple[int, str]] = set()
+# What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
+_being_written: weakref.WeakValueDictionary[str, DirectorySeries] = weakref.WeakValueDictionary()
 
 
 class State(Enum):
@@ -107,16 +108,21 @@ class DirectorySeries:
         path = self.output_directory / f"{self._name}_checkpoint_{number}{'_force' if forced else ''}"
         # Under its name it has a manifest from the first moment: a directory without one is never ours.
         temporary = self.output_directory / temporary_name(path.name)
-        temporary.mkdir()
-        save_manifest(temporary, Manifest(owner=_this_process()), fsync=self._fsync)
-        os.rename(temporary, path)
-        _being_written.add((os.getpid(), str(path)))
+        try:
+            temporary.mkdir()
+            save_manifest(temporary, Manifest(owner=_this_process()), fsync=self._fsync)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to see
+                self._delete(temporary)
+            raise
         self._sync()
+        _being_written[str(path)] = self
         return path
 
     def is_begun(self, path: Path) -> bool:
         """Tell whether a directory may be committed: it was begun, by this process or in its sight, and not ended."""
-        return path.is_dir() and (_state(path) is State.BEGUN or (os.getpid(), str(path)) in _being_written)
+        return path.is_dir() and (_state(path) is State.BEGUN or str(path) in _being_written)
 
     def finish(self, path: Path, *, keep_last: int) -> None:
         """Make a directory that has just got its manifest the latest one, and delete those that are too many.
@@ -125,7 +131,7 @@ class DirectorySeries:
             path: Committed.
             keep_last: How many committed ones to keep; all if it is below 1.
         """
-        _being_written.discard((os.getpid(), str(path)))
+        _being_written.pop(str(path), None)
         self._point_to(path)
         if keep_last > 0:
             self._prune(keep_last)
@@ -138,7 +144,7 @@ class DirectorySeries:
         """
         if path.is_dir() and _state(path) is not State.COMMITTED:
             self._delete(path)
-        _being_written.discard((os.getpid(), str(path)))
+        _being_written.pop(str(path), None)
 
     def committed(self) -> list[Entry]:
         """List the directories that were committed, oldest first; none of them is read."""
@@ -230,8 +236,12 @@ class DirectorySeries:
                 yield entry, _state(path)
 
     def _remove_leftovers(self) -> None:
+        limit = self._foreign_limit()
         for entry, state in list(self._states()):
-            if state is State.BEGUN and _is_abandoned(entry.path):
+            if state is State.EMPTY and entry.number <= limit:  # a deletion was interrupted at its last step
+                with contextlib.suppress(OSError):
+                    entry.path.rmdir()
+            elif state is State.BEGUN and _is_abandoned(entry.path):
                 _logger.info("Removing %s, which a writer that is gone never committed", entry.path)
                 self._delete(entry.path)
         for path, target in find_leftovers(self.output_directory):
@@ -271,7 +281,7 @@ class DirectorySeries:
 
     def _delete(self, path: Path) -> None:
         # The manifest last: until then it says that the rest is not committed.
-        for folder, folders, names in os.walk(path, topdown=False):
+        for folder, folders, names in _walk(path):
             for name in names:
                 if Path(folder, name) != path / MANIFEST_NAME:
                     os.unlink(os.path.join(folder, name))
@@ -315,11 +325,20 @@ def _state(path: Path) -> State:
     except CheckpointError:
         return State.COMMITTED  # damaged, or of a newer version: verifying will say so
     except (FileNotFoundError, NotADirectoryError):
-        return State.FOREIGN if any(names for _, _, names in os.walk(path)) else State.EMPTY
+        return State.FOREIGN if any(names for _, _, names in _walk(path)) else State.EMPTY
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return State.COMMITTED
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return os.walk(path, topdown=False, onerror=fail)
 
 
 def _has_all_files(path: Path) -> bool:
@@ -333,15 +352,15 @@ def _has_all_files(path: Path) -> bool:
 def _is_abandoned(path: Path) -> bool:
     try:
         owner = read_manifest(path).owner or {}
-        newest = max(os.stat(folder).st_mtime for folder, _, _ in os.walk(path))
-        files = [os.lstat(os.path.join(folder, name)).st_mtime for folder, _, names in os.walk(path) for name in names]
-    except (FileNotFoundError, ValueError):  # its writer is at work, or another one removes it
+        paths = [os.path.join(folder, name) for folder, _, names in _walk(path) for name in (".", *names)]
+        last_change = max(os.lstat(changed).st_mtime for changed in paths)
+    except FileNotFoundError:  # its writer is at work, or another one removes it
         return False
     if owner.get("hostname") != _hostname():
-        return time.time() - max([newest, *files]) > _ABANDONED_AFTER_SECONDS
+        return time.time() - last_change > _ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
-        return (os.getpid(), str(path)) not in _being_written
+        return str(path) not in _being_written
     return not (isinstance(process_id, int) and is_alive(process_id))
 
 
