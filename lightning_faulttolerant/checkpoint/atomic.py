@@ -1,4 +1,4 @@
-"""Write a file so that its path holds the old content or the new one, never a part of either.
+"""Save an object so that its path holds the old content or the new one, never a part of either.
 
 Nothing here draws from the global generators of ``random``, NumPy or torch: it would change the training that saves.
 """
@@ -6,26 +6,14 @@ Nothing here draws from the global generators of ``random``, NumPy or torch: it 
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import os
-import re
-import secrets
-import socket
-import stat
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-_logger = logging.getLogger(__name__)
-
-_TEMPORARY_NAME = re.compile(r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-[0-9a-f]{16}")
-
-# A file name may have 255 bytes. The temporary name adds up to 64 of the host's name and about 35 of its own.
-_MAX_TARGET_NAME_BYTES = 120
+from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
 
 
 def atomic_torch_save(obj: Any, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
@@ -70,100 +58,6 @@ def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool
 
 
 @contextlib.contextmanager
-def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterator[IO[bytes]]:
-    """Open a binary file that takes the place of ``path`` when the block ends, and vanishes if the block raises.
-
-    Args:
-        path: Where to; the target of a symbolic link is replaced, not the link.
-        fsync: Wait until the bytes and the new directory entry are on the disk.
-
-    Yields:
-        The temporary file, in the directory of the target: a rename across file systems would be a copy.
-
-    Raises:
-        OSError: If the file can't be written; the old file is still there, unless it is the last step, the fsync of
-            the directory, that failed.
-        ValueError: If the path is a device, a pipe or a socket.
-    """
-    target = Path(os.path.realpath(path))
-    _check_replaceable(target)
-    temporary = target.parent / _temporary_name(target.name)
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        # The first error is the one to see, even if the directory has gone in the meantime.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    if fsync:
-        fsync_directory(target.parent)
-
-
-def fsync_directory(directory: Path) -> None:
-    """Wait until the entries of a directory (new names, renames) are on the disk.
-
-    Args:
-        directory: An existing directory.
-
-    Raises:
-        OSError: If the disk reports an error. A file system that has no such operation is not an error.
-    """
-    if os.name == "nt":  # Windows can't open a directory as a file.
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-        _logger.debug("The file system of %s has no fsync for directories: %s", directory, error)
-    finally:
-        os.close(descriptor)
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents, and wait until their names are on the disk.
-
-    Args:
-        directory: May exist already.
-
-    Raises:
-        OSError: If it can't be made.
-    """
-    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        folder.mkdir(exist_ok=True)
-        fsync_directory(folder.parent)
-
-
-def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tuple[Path, str]]:
-    """Find the temporary files that dead writers left in a directory.
-
-    A temporary file of a process that is alive on this host is never among them. Process ids are those of this
-    container: writers in two containers that share a host name and a directory must be kept apart by ``RunLock``.
-
-    Args:
-        directory: Where to look; may be missing.
-        other_hosts: Also report those of other hosts, of which nobody here knows whether the writer is alive.
-
-    Yields:
-        The temporary file, and the name of the file that it would have become (cut, if it was very long).
-    """
-    for path in sorted(directory.glob(".*.tmp-*")):
-        found = _TEMPORARY_NAME.fullmatch(path.name)
-        if found is None:
-            continue
-        same_host = found["hostname"] == _hostname()
-        if (same_host and not _is_alive(int(found["process_id"]))) or (not same_host and other_hosts):
-            yield path, found["target"]
-
-
-@contextlib.contextmanager
 def _crc32_forced() -> Iterator[None]:
     # The option came with torch 2.6, is thread-local since 2.12 and global before, and is read when torch.save begins.
     # Before 2.12, saves that overlap in two threads could put it back under one another: only for users who switched
@@ -191,38 +85,3 @@ def _first_error_shown() -> Iterator[None]:
         if first is None or first is surrounding or "unexpected pos" not in str(error):
             raise
         raise first from None
-
-
-def _check_replaceable(target: Path) -> None:
-    try:
-        mode = target.stat().st_mode
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "A file can't take the place of a directory", str(target))
-    if not stat.S_ISREG(mode):
-        raise ValueError(
-            f"{target} is not a regular file. Writing atomically would replace the device or pipe itself. "
-            "Give the path of a file."
-        )
-
-
-def _temporary_name(name: str) -> str:
-    short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
-    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _hostname() -> str:
-    return socket.gethostname().replace("/", "_")
-
-
-def _is_alive(process_id: int) -> bool:
-    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
-        return True
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

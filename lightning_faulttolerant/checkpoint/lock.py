@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic import make_directory
+from lightning_faulttolerant.checkpoint.atomic_file import make_directory
 from lightning_faulttolerant.errors import RunInUseError
 
 if sys.platform != "win32":

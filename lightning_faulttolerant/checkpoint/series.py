@@ -14,12 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from lightning_faulttolerant.checkpoint.atomic import (
-    atomic_torch_save,
-    find_leftovers,
-    fsync_directory,
-    make_directory,
-)
+from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
+from lightning_faulttolerant.checkpoint.atomic_file import find_leftovers, fsync_directory, make_directory
 from lightning_faulttolerant.checkpoint.verify import verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 

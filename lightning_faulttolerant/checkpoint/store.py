@@ -1,0 +1,164 @@
+"""Files by path or URL: which store a path belongs to, and what every store can do.
+
+A path without a scheme, and one with ``file://``, is local; anything else with ``://`` is opened through fsspec, which
+is imported only then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import IO, Protocol
+
+from lightning_faulttolerant.checkpoint.stores import local
+
+# At least two letters, so that a drive of Windows is none. "simplecache::s3://" is a chain of fsspec's.
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
+_LOCAL_SCHEMES = ("file", "local")
+
+
+class Store(Protocol):
+    """A directory, here or in an object store. ``name`` is that of a file in it, or ``folder/name``."""
+
+    @property
+    def url(self) -> str:
+        """The directory as the user wrote it, absolute where it is local."""
+
+    def path(self, name: str) -> str:
+        """Return the whole path or URL of a file in it."""
+
+    def names(self) -> list[str]:
+        """List the files and folders directly in it, sorted, never from a cache; empty where there is none such."""
+
+    def writer(self, name: str, *, fsync: bool = True) -> AbstractContextManager[IO[bytes]]:
+        """Open a file for writing that is published whole when the block ends, and never if it raises."""
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Move a file within the store."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+
+    def folder(self, name: str) -> Store:
+        """Return a directory within this one; it need not exist."""
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory, where the store has such a thing and nothing is in it."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    r"""Tell whether a path names a file of another file system than this machine's.
+
+    Args:
+        path: A path, or a URL that fsspec understands.
+
+    Example:
+        >>> [is_url(path) for path in ("s3://bucket/run", "memory://run", "/data/run", "file:///data/run", "C:\\run")]
+        [True, True, False, False, False]
+    """
+    scheme = _SCHEME.match(os.fspath(path))
+    return scheme is not None and scheme[1].lower() not in _LOCAL_SCHEMES
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path without the ``file://`` that it may begin with.
+
+    Args:
+        path: A local path.
+
+    Example:
+        >>> local_path("file:///data/run")
+        '/data/run'
+    """
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme is None or scheme[1].lower() not in _LOCAL_SCHEMES:
+        return text
+    return text[scheme.end() :].removeprefix("localhost")
+
+
+def split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Split a path or URL into its directory and the name in it.
+
+    Args:
+        path: Of a file.
+
+    Example:
+        >>> split_path("s3://bucket/run/a.ckpt"), split_path("a.ckpt")
+        (('s3://bucket/run', 'a.ckpt'), ('', 'a.ckpt'))
+    """
+    if not is_url(path):
+        return os.path.split(local_path(path))
+    directory, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    return directory, name
+
+
+def open_store(path: str | os.PathLike[str]) -> Store:
+    """Open a directory of this machine or of an object store; it need not exist.
+
+    Args:
+        path: A directory, or a URL of one.
+
+    Returns:
+        The store; nothing is read or made yet.
+
+    Raises:
+        CheckpointError: If the package for this kind of URL is not installed.
+    """
+    return _remote().RemoteStore(os.fspath(path)) if is_url(path) else local.LocalStore(local_path(path))
+
+
+def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file for reading, seekable; of a URL only what is read is transferred.
+
+    Args:
+        path: Of a file, here or remote.
+
+    Raises:
+        OSError: If there is no such file, or it can't be read.
+        CheckpointError: If the package for this kind of URL is not installed.
+    """
+    if is_url(path):
+        file: IO[bytes] = _remote().open_file(os.fspath(path))
+        return file
+    return open(local_path(path), "rb")
+
+
+def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> AbstractContextManager[IO[bytes]]:
+    """Open a file for writing that is published whole when the block ends, and never if it raises.
+
+    Args:
+        path: Of a file, here or remote.
+        fsync: Wait until the bytes are on the disk; an object store has them when the block has ended.
+    """
+    if not is_url(path):
+        return local.open_writer(local_path(path), fsync=fsync)
+    directory, name = split_path(path)
+    return open_store(directory).writer(name, fsync=fsync)
+
+
+def local_copy(path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+    """Open a whole file for reading once: the local file itself, or a temporary copy of a remote one.
+
+    Args:
+        path: Of a file, here or remote. The copy lies in ``$TMPDIR``, without a name, and is gone when it is closed.
+
+    Raises:
+        OSError: If there is no such file, or it can't be read.
+        CheckpointError: If the package for this kind of URL is not installed.
+    """
+    if is_url(path):
+        copy: IO[bytes] = _remote().copy_file(os.fspath(path))
+        return copy
+    return open(local_path(path), "rb")
+
+
+def _remote() -> ModuleType:
+    from lightning_faulttolerant.checkpoint.stores import remote
+
+    return remote

@@ -1,0 +1,78 @@
+"""A directory of this machine, or of a file system that is mounted on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, final
+
+from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer, fsync_directory, make_directory
+
+
+@final
+class LocalStore:
+    """The files of one directory; made when the first is written. See ``Store`` for the methods.
+
+    Args:
+        directory: Absolute, or relative to where the process is now.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(os.path.abspath(directory))
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return str(self.directory)
+
+    def path(self, name: str) -> str:
+        """Return the absolute path of a file."""
+        return str(self.directory / name)
+
+    def names(self) -> list[str]:
+        """List what is directly in it."""
+        try:
+            return sorted(os.listdir(self.directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    @contextlib.contextmanager
+    def writer(self, name: str, *, fsync: bool = True) -> Iterator[IO[bytes]]:
+        """Open a temporary file that takes the name when the block ends; missing directories are made."""
+        path = self.directory / name
+        make_directory(path.parent)
+        with atomic_writer(path, fsync=fsync) as file:
+            yield file
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return os.stat(self.directory / name).st_size
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Move a file, and wait until both names are on the disk."""
+        old, new = self.directory / name, self.directory / new_name
+        make_directory(new.parent)
+        os.replace(old, new)
+        for folder in {new.parent, old.parent}:
+            fsync_directory(folder)
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        os.unlink(self.directory / name)
+
+    def folder(self, name: str) -> LocalStore:
+        """Return a directory within this one."""
+        return LocalStore(self.directory / name)
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory if it is there and nothing is in it."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self.directory.is_symlink() and not any(self.directory.iterdir()):
+                self.directory.rmdir()
+
+
+def open_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
+    """Open a file for writing in a directory that exists."""
+    return atomic_writer(path, fsync=fsync)
