@@ -5,12 +5,16 @@ This layer knows bytes and paths, and nothing of Lightning.
 
 from __future__ import annotations
 
-from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
-from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
-from lightning_faulttolerant.checkpoint.lock import RunLock
-from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
-from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
+    from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
+    from lightning_faulttolerant.checkpoint.lock import RunLock
+    from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+    from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
+    from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file
 
 __all__ = [
     "AutosaveSeries",
@@ -25,3 +29,28 @@ __all__ = [
     "unsafe_paths",
     "verify_file",
 ]
+
+# Loaded when they are asked for: some need torch, which takes a second to import; the command line works without.
+_LAZY = {
+    "AutosaveSeries": "series",
+    "RunLock": "lock",
+    "atomic_torch_save": "atomic",
+    "atomic_write_bytes": "atomic",
+    "atomic_writer": "atomic_file",
+    "is_url": "store",
+    "load_file": "verify",
+    "open_file": "store",
+    "open_store": "store",
+    "unsafe_paths": "verify",
+    "verify_file": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -55,7 +55,7 @@ class Summary:
 
     def size_of(self, *values: Any) -> Size:
         """Return how much there is in parts of the content, shared storages counted once."""
-        found = [value for value in _walk(values) if not isinstance(value, (dict, list, tuple, Made))]
+        found = [value for value in walk(values) if not isinstance(value, (dict, list, tuple, Made))]
         tensors = [value for value in found if isinstance(value, TensorInfo)]
         storages = {info.storage.key: info.storage for info in tensors}
         storages |= {value.key: value for value in found if isinstance(value, Storage)}
@@ -150,8 +150,12 @@ def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
     return describe_pickle(file, begin=begin, num_bytes=record.file_size)
 
 
-def _walk(values: Iterable[Any]) -> Iterable[Any]:
-    """Yield what is in nested values, each object once, however deep and whether or not they hold themselves."""
+def walk(values: Iterable[Any]) -> Iterable[Any]:
+    """Return what is in nested values, each container once, however deep and whether or not they hold themselves.
+
+    Args:
+        values: Of a described checkpoint.
+    """
     left, seen = list(values), set()
     while left:
         value = left.pop()

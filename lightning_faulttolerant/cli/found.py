@@ -1,0 +1,178 @@
+"""Find the checkpoints below a directory or URL, and tell which of them are autosaves of ours, by their names."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.cli.errors import remote_errors
+
+AUTOSAVE = "autosave"
+SET_ASIDE = "set aside"
+SUPERSEDED = "superseded"
+CHECKPOINT = "checkpoint"
+
+# As AutosaveSeries writes them.
+_AUTOSAVE_NAME = re.compile(
+    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)\.ckpt(?P<damaged>\.damaged)?"
+)
+_SUPERSEDED_NAME = re.compile(r"superseded-\d{4,}-.+")
+_SUFFIX = ".ckpt"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFile:
+    """A checkpoint that was found; nothing of it has been read.
+
+    Args:
+        folder: The directory that it lies in, as a path or URL.
+        name: In that directory.
+        num_bytes: Size of the file.
+        saved_at: Seconds since 1970, None where the store does not say.
+        is_link: Whether it is a symbolic link.
+    """
+
+    folder: str
+    name: str
+    num_bytes: int
+    saved_at: float | None
+    is_link: bool = False
+
+    @property
+    def path(self) -> str:
+        """The whole path or URL."""
+        return f"{self.folder.rstrip('/')}/{self.name}"
+
+    @property
+    def kind(self) -> str:
+        """What it is, as far as its name and directory say."""
+        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        if match is None:
+            return CHECKPOINT
+        if match["damaged"]:
+            return SET_ASIDE
+        return SUPERSEDED if is_superseded(self.folder) else AUTOSAVE
+
+    @property
+    def sequence(self) -> int:
+        """The number of an autosave in its series, 0 of any other file."""
+        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        return int(match["sequence"]) if match else 0
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Epoch and batch in the name of an autosave."""
+        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        return (int(match["epoch"]), int(match["batch"])) if match else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What is below a directory: files in the order of their folders and age, and what could not be looked at."""
+
+    files: list[FoundFile] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def by_folder(self) -> dict[str, list[FoundFile]]:
+        """Return the files of each folder."""
+        folders: dict[str, list[FoundFile]] = {}
+        for file in self.files:
+            folders.setdefault(file.folder, []).append(file)
+        return folders
+
+
+def is_superseded(folder: str) -> bool:
+    """Return whether a folder is one into which a series of autosaves was set aside.
+
+    Args:
+        folder: Path or URL.
+    """
+    return _SUPERSEDED_NAME.fullmatch(folder.rstrip("/").rpartition("/")[2]) is not None
+
+
+def find_checkpoints(directory: str) -> Found:
+    """Find all checkpoint files below a directory. Hidden directories and links to directories are passed over.
+
+    Args:
+        directory: Path or URL.
+
+    Raises:
+        NotADirectoryError: If it is a file.
+        FileNotFoundError: If there is no such local directory; an object store has none, nothing is found there.
+        OSError: If it can't be looked at.
+    """
+    problems: list[str] = []
+    files = list(_remote(directory) if is_url(directory) else _local(local_path(directory), problems))
+    files.sort(key=lambda file: (_natural(file.folder), file.sequence, file.saved_at or 0.0, file.name))
+    return Found(files=files, problems=problems)
+
+
+def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
+    if not stat.S_ISDIR(os.stat(directory).st_mode):
+        raise NotADirectoryError(f"{directory} is a file, not a directory")
+    os.scandir(directory).close()  # os.walk would find nothing where it may not look
+    for folder, folders, names in os.walk(directory, onerror=lambda error: problems.append(str(error))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in filter(_is_checkpoint, names):
+            path = os.path.join(folder, name)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                problems.append(str(error))
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield FoundFile(
+                    folder=folder,
+                    name=name,
+                    num_bytes=status.st_size,
+                    saved_at=status.st_mtime,
+                    is_link=os.path.islink(path),
+                )
+
+
+def _remote(url: str) -> Iterator[FoundFile]:
+    import fsspec  # noqa: PLC0415, RUF100 - only a URL needs it
+
+    with remote_errors(url):
+        fs, root = fsspec.url_to_fs(url)
+        fs.invalidate_cache()
+        found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
+    base = url.rstrip("/")
+    for path, info in found.items():
+        inner, _, name = path.removeprefix(root.rstrip("/")).lstrip("/").rpartition("/")
+        if not name:
+            raise NotADirectoryError(f"{url} is a file, not a directory")
+        if _is_checkpoint(name):
+            folder = f"{base}/{inner}" if inner else base
+            yield FoundFile(folder=folder, name=name, num_bytes=int(info.get("size") or 0), saved_at=_saved_at(info))
+
+
+def _is_checkpoint(name: str) -> bool:
+    return not name.startswith(".") and (name.endswith(_SUFFIX) or _AUTOSAVE_NAME.fullmatch(name) is not None)
+
+
+def _saved_at(info: dict[str, Any]) -> float | None:
+    """Return the time in what a file system says of a file: each calls it by another name."""
+    for name in ("LastModified", "mtime", "updated", "modified", "last_modified", "created"):
+        value = info.get(name)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+            except ValueError:
+                continue
+    return None
+
+
+def _natural(folder: str) -> list[tuple[int, str]]:
+    """Return a key that sorts fit-10 behind fit-9."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", folder)]
