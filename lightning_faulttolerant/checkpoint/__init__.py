@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save, atomic_write_bytes
     from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
+    from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
     from lightning_faulttolerant.checkpoint.lock import RunLock
+    from lightning_faulttolerant.checkpoint.manifest import read_manifest
+    from lightning_faulttolerant.checkpoint.outcome import Verification
     from lightning_faulttolerant.checkpoint.series import AutosaveSeries
     from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
-    from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file
+    from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths, verify_file, verify_path
 
 __all__ = [
     "AutosaveSeries",
     "RunLock",
+    "Verification",
     "atomic_torch_save",
     "atomic_write_bytes",
     "atomic_writer",
@@ -26,14 +30,19 @@ __all__ = [
     "load_file",
     "open_file",
     "open_store",
+    "read_manifest",
     "unsafe_paths",
+    "verify_directory",
     "verify_file",
+    "verify_path",
+    "write_manifest",
 ]
 
 # Loaded when they are asked for: some need torch, which takes a second to import; the command line works without.
 _LAZY = {
     "AutosaveSeries": "series",
     "RunLock": "lock",
+    "Verification": "outcome",
     "atomic_torch_save": "atomic",
     "atomic_write_bytes": "atomic",
     "atomic_writer": "atomic_file",
@@ -41,8 +50,12 @@ _LAZY = {
     "load_file": "verify",
     "open_file": "store",
     "open_store": "store",
+    "read_manifest": "manifest",
     "unsafe_paths": "verify",
+    "verify_directory": "contents",
     "verify_file": "verify",
+    "verify_path": "verify",
+    "write_manifest": "contents",
 }
 
 

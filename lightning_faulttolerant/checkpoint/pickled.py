@@ -20,7 +20,11 @@ _WINDOW_BYTES = 64 * 1024
 
 
 class UnreadablePickleError(ValueError):
-    """The bytes are no pickle, or one that is too large to be described."""
+    """The bytes are no pickle."""
+
+
+class TooLargePickleError(Exception):
+    """It may be a pickle, but takes too long to be described."""
 
 
 def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
@@ -35,7 +39,8 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
         Dicts, lists, tuples, texts, numbers and descriptions. It may hold itself, and be nested without a limit.
 
     Raises:
-        UnreadablePickleError: If it is no pickle, or has more than 10 million operations.
+        UnreadablePickleError: If it is no pickle.
+        TooLargePickleError: If it has more than 10 million operations.
         OSError: If the file can't be read.
 
     Example:
@@ -58,7 +63,7 @@ def describe_pickle(file: IO[bytes], *, begin: int, num_bytes: int) -> Any:
         raise UnreadablePickleError("it takes more than it has put down") from error
     except (ValueError, TypeError, struct.error, RecursionError) as error:
         raise UnreadablePickleError(str(error)) from error
-    raise UnreadablePickleError(f"it has more than {_MAX_OPERATIONS:,} operations")
+    raise TooLargePickleError(f"it has more than {_MAX_OPERATIONS:,} operations")
 
 
 class _Window:

@@ -9,11 +9,12 @@ import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import IO, Any, final
+from typing import IO, Any, cast, final
 
+from lightning_faulttolerant.checkpoint.archive import is_legacy
 from lightning_faulttolerant.checkpoint.described import LongData, Made, Storage, TensorInfo
-from lightning_faulttolerant.checkpoint.pickled import UnreadablePickleError, describe_pickle
-from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 _PICKLE_NAME = "data.pkl"
 _STORAGES_NAME = "data/"
@@ -78,7 +79,9 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
         The summary.
 
     Raises:
-        CheckpointError: If it is not a ``torch.save`` file, or its directory or pickle is damaged.
+        DamagedCheckpointError: If it is not a ``torch.save`` file, or its directory or pickle is damaged.
+        CheckpointError: If nothing can be said of it without loading it: it is in torch's format from before 1.6, or
+            its pickle has more than 10 million operations.
         OSError: If it can't be read.
 
     Example:
@@ -90,15 +93,21 @@ def read_summary(file: IO[bytes], *, name: str) -> Summary:
         (3, (1000,), 4019)
     """
     counted = _Counted(file)
+    if is_legacy(cast("IO[bytes]", counted)):
+        raise CheckpointError(
+            f"{name} is in torch's format from before 1.6, which can't be looked into without loading."
+        )
     try:
-        with zipfile.ZipFile(counted) as archive:
+        with zipfile.ZipFile(cast("IO[bytes]", counted)) as archive:
             records = archive.infolist()
         prefix = _prefix(records)
         content = _read_pickle(counted, next(record for record in records if record.filename == prefix + _PICKLE_NAME))
+    except TooLargePickleError as error:
+        raise CheckpointError(f"{name} can't be looked into without loading it: of its pickle, {error}.") from error
     # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
         reason = f"its pickle can't be read: {error}" if isinstance(error, UnreadablePickleError) else str(error)
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{name} is not a checkpoint, or it is damaged: {reason}. A file written by torch.save is expected."
         ) from error
     begin = prefix + _STORAGES_NAME

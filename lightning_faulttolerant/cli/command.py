@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
 
-from lightning_faulttolerant import __version__
 from lightning_faulttolerant.cli import inspection, listing, pruning, verification
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.text import safe
@@ -58,13 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for: that takes longer than everything else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(metadata.version(_PROGRAM))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Look at the checkpoints of a run, verify and prune them. None is loaded, no code in one is run.",
         epilog=f"Help on a command: {_PROGRAM} COMMAND --help",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.cli.errors import remote_errors
 
@@ -17,6 +18,7 @@ AUTOSAVE = "autosave"
 SET_ASIDE = "set aside"
 SUPERSEDED = "superseded"
 CHECKPOINT = "checkpoint"
+DIRECTORY = "directory"
 
 # As AutosaveSeries writes them.
 _AUTOSAVE_NAME = re.compile(
@@ -36,6 +38,7 @@ class FoundFile:
         num_bytes: Size of the file.
         saved_at: Seconds since 1970, None where the store does not say.
         is_link: Whether it is a symbolic link.
+        is_directory: Whether it is a directory with a manifest; the size is that of all files in it.
     """
 
     folder: str
@@ -43,6 +46,7 @@ class FoundFile:
     num_bytes: int
     saved_at: float | None
     is_link: bool = False
+    is_directory: bool = False
 
     @property
     def path(self) -> str:
@@ -52,6 +56,8 @@ class FoundFile:
     @property
     def kind(self) -> str:
         """What it is, as far as its name and directory say."""
+        if self.is_directory:
+            return DIRECTORY
         match = _AUTOSAVE_NAME.fullmatch(self.name)
         if match is None:
             return CHECKPOINT
@@ -118,6 +124,10 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
         raise NotADirectoryError(f"{directory} is a file, not a directory")
     os.scandir(directory).close()  # os.walk would find nothing where it may not look
     for folder, folders, names in os.walk(directory, onerror=lambda error: problems.append(str(error))):
+        if MANIFEST_NAME in names:
+            folders.clear()
+            yield _local_directory(folder)
+            continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in filter(_is_checkpoint, names):
             path = os.path.join(folder, name)
@@ -136,6 +146,18 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
                 )
 
 
+def _local_directory(folder: str) -> FoundFile:
+    parent, name = os.path.split(os.path.abspath(folder))
+    statuses = [os.lstat(os.path.join(inner, file)) for inner, _, files in os.walk(folder) for file in files]
+    return FoundFile(
+        folder=parent,
+        name=name,
+        num_bytes=sum(status.st_size for status in statuses),
+        saved_at=os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime,
+        is_directory=True,
+    )
+
+
 def _remote(url: str) -> Iterator[FoundFile]:
     import fsspec  # noqa: PLC0415, RUF100 - only a URL needs it
 
@@ -143,14 +165,32 @@ def _remote(url: str) -> Iterator[FoundFile]:
         fs, root = fsspec.url_to_fs(url)
         fs.invalidate_cache()
         found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
-    base = url.rstrip("/")
-    for path, info in found.items():
-        inner, _, name = path.removeprefix(root.rstrip("/")).lstrip("/").rpartition("/")
-        if not name:
-            raise NotADirectoryError(f"{url} is a file, not a directory")
-        if _is_checkpoint(name):
-            folder = f"{base}/{inner}" if inner else base
-            yield FoundFile(folder=folder, name=name, num_bytes=int(info.get("size") or 0), saved_at=_saved_at(info))
+    if root in found:
+        raise NotADirectoryError(f"{url} is a file, not a directory")
+    infos = {path.removeprefix(root.rstrip("/")).lstrip("/"): info for path, info in found.items()}
+    committed = [path.removesuffix(MANIFEST_NAME) for path in infos if path.rpartition("/")[2] == MANIFEST_NAME]
+    for start in committed:
+        folder, name = _split(url, start)
+        yield FoundFile(
+            folder=folder,
+            name=name,
+            num_bytes=sum(_size(info) for path, info in infos.items() if path.startswith(start)),
+            saved_at=_saved_at(infos[start + MANIFEST_NAME]),
+            is_directory=True,
+        )
+    for path, info in infos.items():
+        folder, name = _split(url, path)
+        if _is_checkpoint(name) and not any(path.startswith(start) for start in committed):
+            yield FoundFile(folder=folder, name=name, num_bytes=_size(info), saved_at=_saved_at(info))
+
+
+def _split(url: str, path: str) -> tuple[str, str]:
+    folder, _, name = f"{url.rstrip('/')}/{path}".rstrip("/").rpartition("/")
+    return folder, name
+
+
+def _size(info: dict[str, Any]) -> int:
+    return int(info.get("size") or 0)
 
 
 def _is_checkpoint(name: str) -> bool:

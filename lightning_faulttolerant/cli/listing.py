@@ -15,7 +15,7 @@ from lightning_faulttolerant.cli.errors import reason_of, remote_errors
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
 from lightning_faulttolerant.cli.verdict import Verdict
-from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 
 DESCRIPTION = """\
 List the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other .ckpt
@@ -131,7 +131,7 @@ def _print_tables(folders: dict[str, list[_Row]]) -> None:
 
 
 def _row(file: FoundFile, *, verify: bool) -> _Row:
-    content, problem = _content(file)
+    content, problem = (None, None) if file.is_directory else _content(file)
     if file.kind == found.SET_ASIDE:
         checked = Verdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
     elif problem is not None and problem.word == verdict.UNREADABLE:
@@ -158,8 +158,10 @@ def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
     try:
         with remote_errors(file.path), open_file(file.path) as opened:
             return read_summary(opened, name=file.name).content, None
-    except FaultToleranceError as error:
+    except DamagedCheckpointError as error:
         return None, Verdict(word=verdict.DAMAGED, reason=reason_of(error))
+    except FaultToleranceError as error:
+        return None, Verdict(word=verdict.NOT_VERIFIED, reason=reason_of(error))
     except OSError as error:
         return None, Verdict(word=verdict.UNREADABLE, reason=reason_of(error))
 

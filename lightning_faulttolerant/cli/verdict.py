@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import IO, cast
 
-from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.contents import verify_directory_if_any
 from lightning_faulttolerant.checkpoint.store import open_file
 from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
 from lightning_faulttolerant.cli.text import safe, size_text
@@ -55,13 +56,11 @@ def verdict_of(path: str) -> Verdict:
     """Read a whole checkpoint once and say whether it is as it was written.
 
     Args:
-        path: Path or URL of a file.
+        path: Path or URL of a file, or of a directory with a manifest.
     """
     try:
-        with remote_errors(path), open_file(path) as file:
-            return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
-    except FileNotFoundError:
-        return Verdict(word=MISSING, reason="there is no such file")
+        with remote_errors(path):
+            return _verdict_of_path(path)
     except DamagedCheckpointError as error:
         return Verdict(word=DAMAGED, reason=reason_of(error))
     except OSError as error:
@@ -70,9 +69,28 @@ def verdict_of(path: str) -> Verdict:
         return Verdict(word=UNREADABLE, reason=reason_of(error))
 
 
+def _verdict_of_path(path: str) -> Verdict:
+    try:
+        with open_file(path) as file:
+            return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
+    except (FileNotFoundError, IsADirectoryError):
+        verification = verify_directory_if_any(path)
+    if verification is None:
+        return Verdict(word=MISSING, reason="there is no such file")
+    extra = len(verification.extra_files)
+    reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
+    return Verdict(word=VERIFIED, reason=reason)
+
+
 def _verdict_of_file(file: IO[bytes]) -> Verdict:
+    if is_legacy(file):
+        return Verdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
     damage = find_damage(file)
-    return Verdict(word=VERIFIED) if damage is None else Verdict(word=DAMAGED, reason=damage)
+    if damage is not None:
+        return Verdict(word=DAMAGED, reason=damage)
+    if not has_checksums(file):
+        return Verdict(word=NO_CHECKSUMS, reason="written after torch.serialization.set_crc32_options(False)")
+    return Verdict(word=VERIFIED)
 
 
 class _Shown:
