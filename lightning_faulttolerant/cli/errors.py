@@ -10,28 +10,20 @@ from lightning_faulttolerant.checkpoint.store import is_url
 from lightning_faulttolerant.errors import FaultToleranceError
 
 
-class UnreachableError(OSError):
-    """A store could not be asked: no credentials, no network, an error of its own."""
-
-
 @contextlib.contextmanager
 def remote_errors(path: str) -> Iterator[None]:
-    """Make one kind of error of all that the package behind a URL may raise.
+    """Make an ``OSError`` of whatever the package behind a URL may raise; local files have no others.
 
     Args:
-        path: Path or URL; errors of local files are passed on as they are.
-
-    Raises:
-        UnreachableError: In the place of anything that is neither an ``OSError`` nor ours.
+        path: Path or URL that the block reads.
     """
-    try:
+    if not is_url(path):
         yield
-    except (OSError, FaultToleranceError):
-        raise
-    except Exception as error:
-        if not is_url(path):
-            raise
-        raise UnreachableError(f"{path} can't be reached: {type(error).__name__}: {error}") from error
+        return
+    from lightning_faulttolerant.checkpoint.stores import file_systems
+
+    with file_systems.remote_errors(path):
+        yield
 
 
 def reason_of(error: OSError | FaultToleranceError) -> str:

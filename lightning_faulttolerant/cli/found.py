@@ -159,10 +159,10 @@ def _local_directory(folder: str) -> FoundFile:
 
 
 def _remote(url: str) -> Iterator[FoundFile]:
-    import fsspec  # noqa: PLC0415, RUF100 - only a URL needs it
+    from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
 
     with remote_errors(url):
-        fs, root = fsspec.url_to_fs(url)
+        fs, root = file_system(url)
         fs.invalidate_cache()
         found: dict[str, dict[str, Any]] = fs.find(root, detail=True)
     if root in found:
