@@ -146,6 +146,7 @@ _KNOWN: Mapping[str, Callable[..., Any]] = {
     "torch.Size": lambda shape: tuple(_items(shape)),
     "builtins.set": _items,
     "builtins.frozenset": _items,
+    "builtins.bytes": lambda: b"",
     "_codecs.encode": _encoded,
 }
 

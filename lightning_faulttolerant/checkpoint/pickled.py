@@ -334,7 +334,7 @@ _OPERATIONS: Mapping[bytes, _Operation] = {
     pickle.SHORT_BINBYTES: _bytes("<B"),
     pickle.BINBYTES8: _bytes("<Q"),
     pickle.BYTEARRAY8: _bytes("<Q"),
-    pickle.UNICODE: _push(lambda machine: machine.source.line().decode("utf-8", "surrogatepass")),
+    pickle.UNICODE: _push(lambda machine: machine.source.line().decode("raw_unicode_escape")),
     pickle.BINUNICODE: _text("<I"),
     pickle.SHORT_BINUNICODE: _text("<B"),
     pickle.BINUNICODE8: _text("<Q"),

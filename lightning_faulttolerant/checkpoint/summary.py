@@ -5,6 +5,7 @@ No tensor's values are read and nothing of the pickle is run, so that this is fa
 
 from __future__ import annotations
 
+import os
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ _PICKLE_NAME = "data.pkl"
 _STORAGES_NAME = "data/"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _NUMBER_BYTES = 8
+_64_BIT = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +133,8 @@ class _Counted:
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the system would call it an error of the disk
+            raise ValueError(f"it says that something stands at byte {offset}")
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:

@@ -97,7 +97,7 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
         yield _line("besides", f"{name}, {size_text(num_bytes)}")
     yield ""
     yield "State of the ranks"
-    yield from (f"  {line}" for line in _rank_lines(part["ranks"]))
+    yield from _rank_lines(part["ranks"])
     for title, name in (("Surroundings", "surroundings"), ("Fingerprint", "fingerprint")):
         if isinstance(part[name], dict):
             yield ""
@@ -111,7 +111,7 @@ def _rank_lines(ranks: list[dict[str, int]]) -> list[str]:
     for name in names:
         sizes = [rank[name] for rank in ranks if name in rank]
         rows.append([name, str(len(sizes)), size_text(sum(sizes))])
-    return table(("PART", "STATES", "SIZE"), rows, right=("STATES", "SIZE"))
+    return table(("PART", "STATES", "SIZE"), rows, right=("STATES", "SIZE"), indent=2)
 
 
 def _key_lines(keys: Mapping[str, Mapping[str, int]]) -> Iterator[str]:

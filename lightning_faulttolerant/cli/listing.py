@@ -123,8 +123,8 @@ def _print_tables(folders: dict[str, list[_Row]]) -> None:
         if number:
             print()
         print(safe(folder))
-        for line in table(_HEADER, [row.cells() for row in rows], right=_RIGHT):
-            print(f"  {line}")
+        for line in table(_HEADER, [row.cells() for row in rows], right=_RIGHT, indent=2):
+            print(line)
         for row in rows:
             if row.verdict.reason and row.file.kind != found.SET_ASIDE:
                 print(f"  {safe(row.file.name)}: {safe(row.verdict)}")

@@ -62,7 +62,7 @@ def moment_json(seconds: float | None) -> str | None:
     return datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str], indent: int = 0) -> list[str]:
     """Return the lines of a table.
 
     On a terminal the first column is shortened in the middle if the lines would be broken; into a pipe all is written.
@@ -71,10 +71,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         header: Names of the columns.
         rows: Their cells.
         right: The columns that are aligned to the right.
+        indent: How many spaces stand before each line.
     """
     cells = [list(header), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    room = _terminal_width() - sum(widths[1:]) - len(_GAP) * (len(header) - 1)
+    room = _terminal_width() - indent - sum(widths[1:]) - len(_GAP) * (len(header) - 1)
     widths[0] = min(widths[0], max(room, len(header[0]), 16))
     for row in cells:
         row[0] = _shortened(row[0], widths[0])
@@ -83,7 +84,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequen
         for row in cells
         for name, cell, width in zip(header, row, widths, strict=True)
     )
-    return [_GAP.join(line).rstrip() for line in zip(*[padded] * len(header), strict=True)]
+    return [" " * indent + _GAP.join(line).rstrip() for line in zip(*[padded] * len(header), strict=True)]
 
 
 def _terminal_width() -> int:
