@@ -10,7 +10,7 @@ from lightning_faulttolerant.checkpoint.summary import Summary, walk
 from lightning_faulttolerant.cli.part import mapping, part_of, whole_number
 from lightning_faulttolerant.cli.plain import plain
 
-_BLOBS = "blobs"
+BLOBS = "blobs"
 _REFERENCE = "blob"
 # Shown under names of their own; the others only with their sizes.
 _SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behind", "surroundings", "fingerprint")
@@ -55,12 +55,12 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _rank(summary: Summary, state: Any) -> dict[str, int]:
     """Return the size of each part of a rank's state, with the bytes that lie in the common pool."""
-    lengths = mapping(state, _BLOBS).get("lengths")
+    lengths = mapping(state, BLOBS).get("lengths")
     lengths = lengths if isinstance(lengths, list) else []
     return {
         str(plain(name)): summary.size_of(value).num_bytes + _pooled(value, lengths)
         for name, value in mapping(state).items()
-        if name != _BLOBS
+        if name != BLOBS
     }
 
 

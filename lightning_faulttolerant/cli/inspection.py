@@ -87,9 +87,9 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     yield _line("started from", part["origin"] or "the beginning")
     yield _line("ranks", part["world_size"])
     yield _line("layout version", part["version"])
-    for reason in part["inexact"] or ():
+    for reason in _items(part["inexact"]):
         yield _line("not exact", reason)
-    for hook in part["behind"] or ():
+    for hook in _items(part["behind"]):
         yield _line("hooks to come", hook)
     for name, num_bytes in part["opaque"].items():
         yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")
@@ -103,6 +103,13 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
             yield ""
             yield title
             yield from _nested_lines(part[name], level=1)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of what should be a list, and may be anything."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
 
 
 def _rank_lines(ranks: list[dict[str, int]]) -> list[str]:

@@ -7,12 +7,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from lightning_faulttolerant.checkpoint.lock import RunLock
+from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store
 from lightning_faulttolerant.cli import found, verdict
-from lightning_faulttolerant.cli.errors import reason_of, remote_errors
+from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe, size_text
 from lightning_faulttolerant.cli.verdict import verdict_of
@@ -96,15 +95,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
-    with remote_errors(directory), RunLock(Path(run_directory)):
+    lock = open_lock(run_directory)
+    lock.acquire()
+    try:
         # Looked at again: until the lock was taken, a run may have gone on there.
         plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
         for plan in plans.values():
             for file in plan.deleted:
+                lock.check()
                 store = open_store(file.folder)
                 store.delete(file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
+    finally:
+        lock.release()
     return plans
 
 
