@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 
 # From top to bottom, as in docs and design: a module imports its own layer and those below. Lightning stops at trainer.
 LAYERS = (
-    ("__init__",),
+    ("__init__", "__main__"),
     ("cli", "testing"),
     ("trainer",),
     ("checkpoint",),
@@ -34,6 +34,7 @@ LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in
 # What each part may import beside the standard library.
 THIRD_PARTY = {
     "__init__": set(),
+    "__main__": set(),
     "cli": {"torch", "fsspec"},
     "testing": {"torch", "torchmetrics", "fsspec"},
     "trainer": {"lightning", "torch", "torchmetrics", "fsspec"},

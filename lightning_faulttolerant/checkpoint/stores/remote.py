@@ -192,6 +192,10 @@ def open_file(url: str) -> IO[bytes]:
             return io.BytesIO(fs.cat_file(path))
         options = {"maxblocks": _NUM_BLOCKS}
         file = fs.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache", cache_options=options)
+        # S3 has no directories, but s3fs opens what is a part of names as a file without a byte.
+        if getattr(file, "details", {}).get("type") == "directory":
+            file.close()
+            raise IsADirectoryError("It is a directory")
         return cast("IO[bytes]", file)
 
 

@@ -1,0 +1,10 @@
+"""``python -m lightning_faulttolerant``: the command line, where its script is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from lightning_faulttolerant.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

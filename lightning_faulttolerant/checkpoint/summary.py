@@ -1,0 +1,196 @@
+"""Say what a checkpoint holds, without loading it: of the file, only its directory and its pickle are read.
+
+No tensor's values are read and nothing of the pickle is run, so that this is fast on large files and safe on any.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any, cast, final
+
+from lightning_faulttolerant.checkpoint.archive import is_legacy
+from lightning_faulttolerant.checkpoint.described import LongData, Made, Storage, TensorInfo
+from lightning_faulttolerant.checkpoint.pickled import TooLargePickleError, UnreadablePickleError, describe_pickle
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+
+_PICKLE_NAME = "data.pkl"
+_STORAGES_NAME = "data/"
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_NUMBER_BYTES = 8
+_64_BIT = 1 << 63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much of something there is.
+
+    Args:
+        num_bytes: Of tensors as in the file, each of their storages once; of texts; 8 for a number.
+        num_tensors: How many tensors.
+        num_values: How many values they have together.
+    """
+
+    num_bytes: int
+    num_tensors: int
+    num_values: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a checkpoint holds.
+
+    Args:
+        content: As `describe_pickle` gives it.
+        num_bytes: How long the file is.
+        num_bytes_read: How much of it was read for this.
+    """
+
+    content: Any
+    num_bytes: int
+    num_bytes_read: int
+    storages: Mapping[str, int]
+    """Length of each record of tensor values in the file, by its key."""
+
+    def size_of(self, *values: Any) -> Size:
+        """Return how much there is in parts of the content, shared storages counted once."""
+        found = [value for value in walk(values) if not isinstance(value, (dict, list, tuple, Made))]
+        tensors = [value for value in found if isinstance(value, TensorInfo)]
+        storages = {info.storage.key: info.storage for info in tensors}
+        storages |= {value.key: value for value in found if isinstance(value, Storage)}
+        stored = sum(self.storages.get(key, storage.num_bytes) for key, storage in storages.items())
+        return Size(
+            num_bytes=stored + sum(_num_bytes(value) for value in found),
+            num_tensors=len(tensors),
+            num_values=sum(info.num_values for info in tensors),
+        )
+
+
+def read_summary(file: IO[bytes], *, name: str) -> Summary:
+    """Read what a ``torch.save`` file holds.
+
+    Args:
+        file: Open for reading, seekable; of a URL only the ranges that are read are transferred.
+        name: What to call it in errors.
+
+    Returns:
+        The summary.
+
+    Raises:
+        DamagedCheckpointError: If it is not a ``torch.save`` file, or its directory or pickle is damaged.
+        CheckpointError: If nothing can be said of it without loading it: it is in torch's format from before 1.6, or
+            its pickle has more than 10 million operations.
+        OSError: If it can't be read.
+
+    Example:
+        >>> import io, torch
+        >>> buffer = io.BytesIO()
+        >>> torch.save({"step": 3, "weights": torch.zeros(1000)}, buffer)
+        >>> summary = read_summary(buffer, name="a checkpoint")
+        >>> summary.content["step"], summary.content["weights"].shape, summary.size_of(summary.content).num_bytes
+        (3, (1000,), 4019)
+    """
+    counted = _Counted(file)
+    if is_legacy(cast("IO[bytes]", counted)):
+        raise CheckpointError(
+            f"{name} is in torch's format from before 1.6, which can't be looked into without loading."
+        )
+    try:
+        with zipfile.ZipFile(cast("IO[bytes]", counted)) as archive:
+            records = archive.infolist()
+        prefix = _prefix(records)
+        content = _read_pickle(counted, next(record for record in records if record.filename == prefix + _PICKLE_NAME))
+    except TooLargePickleError as error:
+        raise CheckpointError(f"{name} can't be looked into without loading it: of its pickle, {error}.") from error
+    # Besides BadZipFile, zipfile lets errors of struct, of decoding and of unsupported versions through.
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, struct.error) as error:
+        reason = f"its pickle can't be read: {error}" if isinstance(error, UnreadablePickleError) else str(error)
+        raise DamagedCheckpointError(
+            f"{name} is not a checkpoint, or it is damaged: {reason}. A file written by torch.save is expected."
+        ) from error
+    begin = prefix + _STORAGES_NAME
+    storages = {
+        record.filename.removeprefix(begin): record.file_size for record in records if record.filename.startswith(begin)
+    }
+    end = file.seek(0, 2)
+    return Summary(content=content, num_bytes=end, num_bytes_read=counted.num_bytes, storages=storages)
+
+
+class _Counted:
+    """Passes on what is asked of a file, and counts the bytes that are read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.num_bytes = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.num_bytes += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == os.SEEK_SET and not 0 <= offset < _64_BIT:  # the system would call it an error of the disk
+            raise ValueError(f"it says that something stands at byte {offset}")
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _prefix(records: Iterable[zipfile.ZipInfo]) -> str:
+    names = [record.filename for record in records]
+    found = [name for name in names if name.count("/") == 1 and name.endswith(f"/{_PICKLE_NAME}")]
+    if len(found) != 1:
+        raise ValueError(f"it is a zip file with no record {_PICKLE_NAME}")
+    return found[0].removesuffix(_PICKLE_NAME)
+
+
+def _read_pickle(file: Any, record: zipfile.ZipInfo) -> Any:
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"record {record.filename} is compressed, which torch.save never does")
+    file.seek(record.header_offset)
+    signature, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04":
+        raise ValueError(f"record {record.filename} does not begin where the directory says")
+    begin = record.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    return describe_pickle(file, begin=begin, num_bytes=record.file_size)
+
+
+def walk(values: Iterable[Any]) -> Iterable[Any]:
+    """Return what is in nested values, each container once, however deep and whether or not they hold themselves.
+
+    Args:
+        values: Of a described checkpoint.
+    """
+    left, seen = list(values), set()
+    while left:
+        value = left.pop()
+        if isinstance(value, (dict, list, tuple, Made)):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            left.extend(_children(value))
+        yield value
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return (value.arguments, value.state) if isinstance(value, Made) else value
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, LongData):
+        return value.num_bytes
+    return _NUMBER_BYTES if isinstance(value, (int, float)) and not isinstance(value, bool) else 0

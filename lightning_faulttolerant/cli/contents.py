@@ -1,0 +1,93 @@
+"""What ``inspect`` says of a checkpoint, as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.summary import Summary, walk
+from lightning_faulttolerant.cli.part import mapping, part_of, whole_number
+from lightning_faulttolerant.cli.plain import plain
+
+BLOBS = "blobs"
+_REFERENCE = "blob"
+# Shown under names of their own; the others only with their sizes.
+_SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behind", "surroundings", "fingerprint")
+_SIZED = ("ranks", "opaque")
+
+
+def describe(summary: Summary, *, path: str) -> dict[str, Any]:
+    """Return all that is said of a checkpoint.
+
+    Args:
+        summary: Of the file.
+        path: Its path or URL.
+    """
+    content, part = summary.content, part_of(summary.content)
+    return {
+        "path": path,
+        "num_bytes": summary.num_bytes,
+        "num_bytes_read": summary.num_bytes_read,
+        "lightning": plain(mapping(content).get("pytorch-lightning_version")),
+        "epoch": plain(mapping(content).get("epoch")),
+        "global_step": plain(mapping(content).get("global_step")),
+        "num_parameters": _num_parameters(part),
+        "keys": {str(plain(key)): _size(summary, value) for key, value in mapping(content).items()},
+        "kind": "dict" if isinstance(content, dict) else str(plain(content) if _is_one(content) else "list"),
+        "fault_tolerance": None if part is None else _describe_part(summary, part),
+    }
+
+
+def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
+    ranks = part.get("ranks")
+    return {
+        **{name: plain(part.get(name)) for name in _SHOWN},
+        "ranks": [_rank(summary, state) for state in ranks] if isinstance(ranks, list) else [],
+        "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},
+        "others": {
+            str(plain(name)): _size(summary, value)["num_bytes"]
+            for name, value in part.items()
+            if name not in _SHOWN + _SIZED
+        },
+    }
+
+
+def _rank(summary: Summary, state: Any) -> dict[str, int]:
+    """Return the size of each part of a rank's state, with the bytes that lie in the common pool."""
+    lengths = mapping(state, BLOBS).get("lengths")
+    lengths = lengths if isinstance(lengths, list) else []
+    return {
+        str(plain(name)): summary.size_of(value).num_bytes + _pooled(value, lengths)
+        for name, value in mapping(state).items()
+        if name != BLOBS
+    }
+
+
+def _pooled(value: Any, lengths: list[Any]) -> int:
+    references = (
+        inner[_REFERENCE] for inner in walk([value]) if isinstance(inner, dict) and set(inner) == {_REFERENCE}
+    )
+    numbers = {number for number in references if type(number) is int and 0 <= number < len(lengths)}
+    return sum(whole_number(lengths[number]) or 0 for number in numbers)
+
+
+def _num_parameters(part: Mapping[Any, Any] | None) -> int | None:
+    shapes = mapping(part, "fingerprint", "module").get("parameters")
+    if not isinstance(shapes, dict):
+        return None
+    return sum(_product(shape) for shape in shapes.values())
+
+
+def _product(shape: Any) -> int:
+    is_shape = isinstance(shape, list) and len(shape) <= 64 and all(whole_number(n) is not None for n in shape)
+    return math.prod(shape) if is_shape else 0
+
+
+def _size(summary: Summary, value: Any) -> dict[str, int]:
+    size = summary.size_of(value)
+    return {"num_bytes": size.num_bytes, "num_tensors": size.num_tensors, "num_values": size.num_values}
+
+
+def _is_one(content: Any) -> bool:
+    return not isinstance(content, (dict, list, tuple))

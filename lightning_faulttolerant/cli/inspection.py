@@ -1,0 +1,155 @@
+"""``inspect``: what is in one checkpoint, readable, without loading it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.store import open_file
+from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.cli.contents import describe
+from lightning_faulttolerant.cli.errors import remote_errors
+from lightning_faulttolerant.cli.text import safe, size_text, table
+
+DESCRIPTION = """\
+Show what is in a checkpoint: where in the run it was saved, of which run, which parts of the state each rank holds,
+what the run is compared by on a resume, versions and device, Lightning's keys and their sizes.
+
+Nothing is loaded and no code in the file is run. Only the file's directory and its pickle are read, not the tensors: it
+is fast on large files, and of a URL only these ranges are transferred. Whether the tensors are intact says "verify".
+"""
+EPILOG = """\
+Exit status: 0 shown, 2 not a checkpoint, damaged beyond reading, or it can't be read.
+"""
+
+_MAX_KEYS = 40
+_MAX_ENTRIES = 12
+_MAX_TEXT = 200
+_MAX_LEVEL = 6
+_LABEL_WIDTH = 15
+_MAX_WIDTH = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``inspect`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("file", metavar="FILE", help="path or URL of a checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what is in the checkpoint.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    with remote_errors(arguments.file), open_file(arguments.file) as file:
+        found = describe(read_summary(file, name=arguments.file), path=arguments.file)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in _lines(found):
+            print(line)
+    return 0
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    yield safe(found["path"])
+    yield _line("size", f"{size_text(found['num_bytes'])}, of which {size_text(found['num_bytes_read'])} were read")
+    if found["lightning"] is not None:
+        place = f"epoch {found['epoch']}, step {found['global_step']}"
+        yield _line("Lightning", f"{found['lightning']}; {place}")
+    if found["num_parameters"] is not None:
+        yield _line("parameters", f"{found['num_parameters']:,}")
+    part = found["fault_tolerance"]
+    if part is None:
+        yield _line("fault tolerance", "none: it was saved without this package. A resume restores what Lightning does")
+    else:
+        yield from _part_lines(part)
+    yield ""
+    yield from _key_lines(found["keys"])
+
+
+def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
+    position = part["position"] if isinstance(part["position"], dict) else {}
+    where = f"{position.get('where')}: epoch {position.get('epoch')}, batch {position.get('batch')}"
+    hook = f", in {position['hook']}" if position.get("hook") else ""
+    yield _line("saved at", f"{where}, step {position.get('global_step')}{hook}")
+    yield _line("run", part["run"])
+    yield _line("started from", part["origin"] or "the beginning")
+    yield _line("ranks", part["world_size"])
+    yield _line("layout version", part["version"])
+    for reason in _items(part["inexact"]):
+        yield _line("not exact", reason)
+    for hook in _items(part["behind"]):
+        yield _line("hooks to come", hook)
+    for name, num_bytes in part["opaque"].items():
+        yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")
+    for name, num_bytes in part["others"].items():
+        yield _line("besides", f"{name}, {size_text(num_bytes)}")
+    yield ""
+    yield "State of the ranks"
+    yield from _rank_lines(part["ranks"])
+    for title, name in (("Surroundings", "surroundings"), ("Fingerprint", "fingerprint")):
+        if isinstance(part[name], dict):
+            yield ""
+            yield title
+            yield from _nested_lines(part[name], level=1)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of what should be a list, and may be anything."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
+
+
+def _rank_lines(ranks: list[dict[str, int]]) -> list[str]:
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    rows = []
+    for name in names:
+        sizes = [rank[name] for rank in ranks if name in rank]
+        rows.append([name, str(len(sizes)), size_text(sum(sizes))])
+    return table(("PART", "STATES", "SIZE"), rows, right=("STATES", "SIZE"), indent=2)
+
+
+def _key_lines(keys: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    rows = [
+        [name, str(size["num_tensors"]), f"{size['num_values']:,}", size_text(size["num_bytes"])]
+        for name, size in keys.items()
+    ]
+    if not rows:
+        yield "It holds no dict of keys."
+        return
+    yield from table(("KEY", "TENSORS", "VALUES", "SIZE"), rows[:_MAX_KEYS], right=("TENSORS", "VALUES", "SIZE"))
+    if len(rows) > _MAX_KEYS:
+        yield f"and {len(rows) - _MAX_KEYS} more; --json shows all"
+
+
+def _nested_lines(value: Mapping[str, Any], *, level: int) -> Iterator[str]:
+    width = min(_MAX_WIDTH, max((len(safe(name)) for name in value), default=0))
+    for name, child in value.items():
+        if isinstance(child, dict) and 0 < len(child) <= _MAX_ENTRIES and level < _MAX_LEVEL:
+            yield f"{'  ' * level}{safe(name)}"
+            yield from _nested_lines(child, level=level + 1)
+        else:
+            yield _line(name, child, level=level, width=width)
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return f"{len(value)} entries; --json shows them"
+    text = str(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def _line(label: object, value: object, *, level: int = 0, width: int = _LABEL_WIDTH) -> str:
+    return f"{'  ' * level}{safe(label):{width}}  {safe(_brief(value))}".rstrip()

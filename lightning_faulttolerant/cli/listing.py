@@ -1,0 +1,170 @@
+"""``list``: a table of the checkpoints below a directory, with what each holds and whether it verifies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.store import open_file
+from lightning_faulttolerant.checkpoint.summary import read_summary
+from lightning_faulttolerant.cli import found, part, verdict
+from lightning_faulttolerant.cli.errors import reason_of, remote_errors
+from lightning_faulttolerant.cli.found import FoundFile
+from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
+from lightning_faulttolerant.cli.verdict import Verdict
+from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
+
+DESCRIPTION = """\
+List the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other .ckpt
+files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's directory, or
+any other; a URL lists what is below it (s3://bucket/run).
+
+Each file is read whole and verified by its checksums; --no-verify reads only what the table shows.
+"""
+EPILOG = """\
+STATE: "verified"; "damaged", with the reason below the table; "no checksums": written without, nothing was compared;
+"set aside": an autosave that was found damaged before; "superseded": an autosave of a run that was started anew from
+another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP optimizer steps; RANKS is the
+number of processes of the run ("-": the file does not say).
+
+Exit status: 0 checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
+"""
+
+_HEADER = ("FILE", "STEP", "EPOCH", "BATCH", "SAVED", "SIZE", "RANKS", "STATE")
+_RIGHT = ("STEP", "EPOCH", "BATCH", "SIZE", "RANKS")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    file: FoundFile
+    step: int | None
+    epoch: int | None
+    batch: int | None
+    world_size: int | None
+    verdict: Verdict
+
+    @property
+    def state(self) -> str:
+        if self.file.kind == found.SET_ASIDE:
+            return "damaged, set aside"
+        return f"superseded, {self.verdict.word}" if self.file.kind == found.SUPERSEDED else self.verdict.word
+
+    def cells(self) -> list[str]:
+        numbers = [_cell(number) for number in (self.step, self.epoch, self.batch)]
+        size = size_text(self.file.num_bytes)
+        return [
+            self.file.name,
+            *numbers,
+            moment_text(self.file.saved_at),
+            size,
+            _cell(self.world_size),
+            self.state,
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "path": self.file.path,
+            "kind": self.file.kind,
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "saved_at": moment_json(self.file.saved_at),
+            "num_bytes": self.file.num_bytes,
+            "world_size": self.world_size,
+            "state": self.verdict.word,
+            "reason": self.verdict.reason,
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``list`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("directory", metavar="DIR", help="directory or URL")
+    parser.add_argument("--no-verify", action="store_true", help="don't read the files whole")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    what = found.find_checkpoints(arguments.directory)
+    folders = {
+        folder: [_row(file, verify=not arguments.no_verify) for file in files]
+        for folder, files in what.by_folder().items()
+    }
+    rows = [row for of_folder in folders.values() for row in of_folder]
+    if arguments.json:
+        print(json.dumps({"checkpoints": [row.as_json() for row in rows], "problems": what.problems}, indent=2))
+    else:
+        _print_tables(folders)
+    for problem in what.problems:
+        print(safe(problem), file=sys.stderr)
+    if what.problems or any(row.verdict.word == verdict.UNREADABLE for row in rows):
+        return 2
+    if not rows:
+        print(f"There are no checkpoints below {safe(arguments.directory)}.", file=sys.stderr)
+    return 0 if rows else 1
+
+
+def _print_tables(folders: dict[str, list[_Row]]) -> None:
+    for number, (folder, rows) in enumerate(folders.items()):
+        if number:
+            print()
+        print(safe(folder))
+        for line in table(_HEADER, [row.cells() for row in rows], right=_RIGHT, indent=2):
+            print(line)
+        for row in rows:
+            if row.verdict.reason and row.file.kind != found.SET_ASIDE:
+                print(f"  {safe(row.file.name)}: {safe(row.verdict)}")
+
+
+def _row(file: FoundFile, *, verify: bool) -> _Row:
+    content, problem = (None, None) if file.is_directory else _content(file)
+    if file.kind == found.SET_ASIDE:
+        checked = Verdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
+    elif problem is not None and problem.word == verdict.UNREADABLE:
+        checked = problem
+    elif verify:
+        checked = verdict.verdict_of(file.path)
+    else:
+        checked = problem or Verdict(word=verdict.NOT_VERIFIED)
+    epoch, batch = part.epoch_of(content), part.batch_of(content)
+    if file.place is not None and epoch is None:
+        epoch, batch = file.place
+    return _Row(
+        file=file,
+        step=part.step_of(content),
+        epoch=epoch,
+        batch=batch,
+        world_size=part.world_size_of(content),
+        verdict=checked,
+    )
+
+
+def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
+    """Return what a checkpoint holds, and why it is not known where it isn't."""
+    try:
+        with remote_errors(file.path), open_file(file.path) as opened:
+            return read_summary(opened, name=file.name).content, None
+    except DamagedCheckpointError as error:
+        return None, Verdict(word=verdict.DAMAGED, reason=reason_of(error))
+    except FaultToleranceError as error:
+        return None, Verdict(word=verdict.NOT_VERIFIED, reason=reason_of(error))
+    except OSError as error:
+        return None, Verdict(word=verdict.UNREADABLE, reason=reason_of(error))
+
+
+def _cell(number: int | None) -> str:
+    return "-" if number is None else str(number)

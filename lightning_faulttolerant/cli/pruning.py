@@ -1,0 +1,179 @@
+"""``prune``: delete old autosaves, and never the newest that verifies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+
+from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store
+from lightning_faulttolerant.cli import found, verdict
+from lightning_faulttolerant.cli.errors import reason_of
+from lightning_faulttolerant.cli.found import FoundFile
+from lightning_faulttolerant.cli.text import safe, size_text
+from lightning_faulttolerant.cli.verdict import verdict_of
+from lightning_faulttolerant.errors import RunInUseError
+
+DESCRIPTION = """\
+Delete the autosaves of each fit below DIR that are older than its newest N that verify. Only files with the names of
+autosaves are deleted, so nothing of ModelCheckpoint's and nothing that you have put there; links neither.
+
+Of a fit in which no autosave verifies, no autosave is deleted. Autosaves that don't verify, and those that were set
+aside as damaged, stay unless --damaged is given; those of superseded runs stay unless --superseded is given. A run that
+is being trained is left alone.
+"""
+EPILOG = """\
+Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.
+"""
+
+_FIT_NAME = re.compile(r"fit-\d+")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Plan:
+    """What is to be done with one series of autosaves."""
+
+    kept: list[FoundFile] = field(default_factory=list)
+    deleted: list[FoundFile] = field(default_factory=list)
+    damaged: list[FoundFile] = field(default_factory=list)
+    unreadable: list[FoundFile] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``prune`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("directory", metavar="DIR", help="directory or URL: of a fit, a run, or many runs")
+    parser.add_argument(
+        "--keep-last", metavar="N", type=_at_least_1, required=True, help="how many to keep, at least 1"
+    )
+    parser.add_argument("--damaged", action="store_true", help="delete autosaves that don't verify too")
+    parser.add_argument("--superseded", action="store_true", help="delete autosaves of superseded runs too")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Delete, and say what was deleted.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    directory = arguments.directory
+    if not is_url(directory):
+        directory = os.path.abspath(local_path(directory))
+    status, freed, number = 0, 0, 0
+    what = found.find_checkpoints(directory)
+    for problem in what.problems:
+        print(safe(problem), file=sys.stderr)
+        status = 2
+    for run_directory in dict.fromkeys(_run_directory(folder) for folder in _series(what)):
+        try:
+            if arguments.dry_run:
+                plans = _plans(what, run_directory, arguments)
+            else:
+                plans = _prune(directory, run_directory, arguments)
+        except RunInUseError as error:
+            print(safe(reason_of(error)), file=sys.stderr)
+            status = max(status, 1)
+            continue
+        for folder, plan in plans.items():
+            _print_plan(folder, plan, arguments)
+            status = 2 if plan.unreadable else status
+            number += len(plan.deleted)
+            freed += sum(file.num_bytes for file in plan.deleted)
+    would = "would be deleted" if arguments.dry_run else "deleted"
+    print(f"{number} autosave{'' if number == 1 else 's'} {would}, {size_text(freed)}")
+    return status
+
+
+def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
+    lock = open_lock(run_directory)
+    lock.acquire()
+    try:
+        # Looked at again: until the lock was taken, a run may have gone on there.
+        plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
+        for plan in plans.values():
+            for file in plan.deleted:
+                lock.check()
+                store = open_store(file.folder)
+                store.delete(file.name)
+                if found.is_superseded(file.folder):
+                    store.remove_if_empty()
+    finally:
+        lock.release()
+    return plans
+
+
+def _plans(what: found.Found, run_directory: str, arguments: argparse.Namespace) -> dict[str, _Plan]:
+    return {
+        folder: _plan(files, arguments)
+        for folder, files in _series(what).items()
+        if _run_directory(folder) == run_directory
+    }
+
+
+def _plan(files: list[FoundFile], arguments: argparse.Namespace) -> _Plan:
+    """Decide over the autosaves of one series; `files` are in the order of saving."""
+    plan = _Plan()
+    for file in reversed([file for file in files if file.kind == found.AUTOSAVE]):
+        if len(plan.kept) == arguments.keep_last:
+            plan.deleted.append(file)
+            continue
+        word = verdict_of(file.path).word
+        place = {verdict.VERIFIED: plan.kept, verdict.DAMAGED: plan.damaged}.get(word, plan.unreadable)
+        place.append(file)
+    plan.damaged += [file for file in files if file.kind == found.SET_ASIDE and not found.is_superseded(file.folder)]
+    if arguments.damaged and plan.kept:
+        plan.deleted += plan.damaged
+        plan.damaged = []
+    if arguments.superseded:
+        plan.deleted += [file for file in files if found.is_superseded(file.folder)]
+    return plan
+
+
+def _series(what: found.Found) -> dict[str, list[FoundFile]]:
+    """Return the autosaves of each series, with those that were superseded in it."""
+    series: dict[str, list[FoundFile]] = {}
+    for file in what.files:
+        if file.kind not in (found.CHECKPOINT, found.DIRECTORY) and not file.is_link:
+            folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
+            series.setdefault(folder, []).append(file)
+    return series
+
+
+def _run_directory(folder: str) -> str:
+    """Return the directory that is locked while a run writes into `folder`."""
+    name = folder.rstrip("/").rpartition("/")[2]
+    return _parent(folder) if _FIT_NAME.fullmatch(name) else folder
+
+
+def _parent(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[0]
+
+
+def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None:
+    verb = "would delete" if arguments.dry_run else "deleted"
+    print(f"{safe(folder)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
+    for file in plan.deleted:
+        print(f"  {verb} {safe(os.path.relpath(file.path, folder))}, {size_text(file.num_bytes)}")
+    if not plan.kept and (plan.damaged or plan.unreadable):
+        print("  no autosave here verifies: nothing of this fit was deleted")
+    elif plan.damaged:
+        print(f"  {len(plan.damaged)} damaged left; --damaged deletes them")
+    for file in plan.unreadable:
+        print(f"  can't be verified, left: {safe(file.name)}")
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1: a resume needs a file")
+    return number

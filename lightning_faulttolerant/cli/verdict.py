@@ -1,0 +1,129 @@
+"""Verify one checkpoint by its bytes, showing on a terminal how far it is. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import IO, cast
+
+from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.contents import verify_directory_if_any
+from lightning_faulttolerant.checkpoint.store import open_file
+from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
+from lightning_faulttolerant.cli.text import safe, size_text
+from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
+
+VERIFIED = "verified"
+DAMAGED = "damaged"
+MISSING = "missing"
+NO_CHECKSUMS = "no checksums"
+UNREADABLE = "unreadable"
+NOT_VERIFIED = "not verified"
+
+_SHOWN_FROM_BYTES = 64 * 1024 * 1024
+_SHOWN_EVERY_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What verifying a checkpoint has shown.
+
+    Args:
+        word: One of this module's words.
+        reason: Why, where it is not verified.
+    """
+
+    word: str
+    reason: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether each byte was compared with a checksum."""
+        return self.word == VERIFIED
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something is known to be wrong."""
+        return self.word in (DAMAGED, MISSING)
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.reason}" if self.reason else self.word
+
+
+def verdict_of(path: str) -> Verdict:
+    """Read a whole checkpoint once and say whether it is as it was written.
+
+    Args:
+        path: Path or URL of a file, or of a directory with a manifest.
+    """
+    try:
+        with remote_errors(path):
+            return _verdict_of_path(path)
+    except DamagedCheckpointError as error:
+        return Verdict(word=DAMAGED, reason=reason_of(error))
+    except OSError as error:
+        return Verdict(word=DAMAGED if is_damage(error) else UNREADABLE, reason=reason_of(error))
+    except FaultToleranceError as error:
+        return Verdict(word=UNREADABLE, reason=reason_of(error))
+
+
+def _verdict_of_path(path: str) -> Verdict:
+    try:
+        with open_file(path) as file:
+            return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
+    except (FileNotFoundError, IsADirectoryError):
+        verification = verify_directory_if_any(path)
+    if verification is None:
+        return Verdict(word=MISSING, reason="there is no such file")
+    extra = len(verification.extra_files)
+    reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
+    return Verdict(word=VERIFIED, reason=reason)
+
+
+def _verdict_of_file(file: IO[bytes]) -> Verdict:
+    if is_legacy(file):
+        return Verdict(word=NO_CHECKSUMS, reason="torch's format from before 1.6")
+    damage = find_damage(file)
+    if damage is not None:
+        return Verdict(word=DAMAGED, reason=damage)
+    if not has_checksums(file):
+        return Verdict(word=NO_CHECKSUMS, reason="written after torch.serialization.set_crc32_options(False)")
+    return Verdict(word=VERIFIED)
+
+
+class _Shown:
+    """Passes on what is asked of a file; if it is large, a line of the terminal tells how much was read."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        self._file = file
+        self._label = safe(path.rstrip("/").rpartition("/")[2])
+        self._num_bytes = file.seek(0, os.SEEK_END)
+        self._num_read = 0
+        self._is_shown = self._num_bytes >= _SHOWN_FROM_BYTES and sys.stderr.isatty()
+        self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self._num_read += len(data)
+        if self._is_shown and (time.monotonic() >= self._next_at or self._num_read >= self._num_bytes):
+            self._next_at = time.monotonic() + _SHOWN_EVERY_SECONDS
+            self._show()
+        return data
+
+    def _show(self) -> None:
+        is_done = self._num_read >= self._num_bytes
+        part = min(100, 100 * self._num_read // self._num_bytes)
+        line = "" if is_done else f"{part:3d}% of {size_text(self._num_bytes)} read: {self._label}"
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True

@@ -1,0 +1,74 @@
+"""``verify``: whether checkpoints are as they were written, as an exit status for scripts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from lightning_faulttolerant.cli import found, verdict
+from lightning_faulttolerant.cli.errors import reason_of
+from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.cli.verdict import Verdict, verdict_of
+from lightning_faulttolerant.errors import FaultToleranceError
+
+DESCRIPTION = """\
+Verify checkpoints by the checksums in them. PATH is a file, a directory with a manifest, any other directory (all
+checkpoints below it; autosaves that were set aside as damaged are passed over), or the URL of one. One line each.
+
+Each byte is read, nothing is loaded.
+"""
+EPILOG = """\
+Exit status: 0 all are verified, 1 one or more are damaged or missing, 2 wrong usage, or one or more can't be read
+(permission, credentials, network) and none is known to be damaged. A file that was written without checksums can't be
+verified: it counts as 0, with --strict as 1.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``verify`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="file, directory or URL")
+    parser.add_argument("--quiet", action="store_true", help="print only what is not verified")
+    parser.add_argument("--strict", action="store_true", help="count files without checksums as damaged")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a line for each checkpoint.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    is_bad = is_unreadable = False
+    for path, checked in _verdicts(arguments.paths):
+        is_bad |= checked.is_bad or (arguments.strict and checked.word == verdict.NO_CHECKSUMS)
+        is_unreadable |= checked.word == verdict.UNREADABLE
+        if not (arguments.quiet and checked.is_good):
+            print(f"{safe(path)}: {safe(checked)}", flush=True)
+    if is_bad:
+        return 1
+    return 2 if is_unreadable else 0
+
+
+def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
+    for path in paths:
+        try:
+            what = found.find_checkpoints(path)
+        except (FileNotFoundError, NotADirectoryError):
+            yield path, verdict_of(path)
+            continue
+        except (OSError, FaultToleranceError) as error:
+            yield path, Verdict(word=verdict.UNREADABLE, reason=reason_of(error))
+            continue
+        for problem in what.problems:
+            yield path, Verdict(word=verdict.UNREADABLE, reason=problem)
+        files = [file for file in what.files if file.kind != found.SET_ASIDE]
+        if not files and not what.problems:
+            yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
+        for file in files:
+            yield file.path, verdict_of(file.path)

@@ -1,0 +1,89 @@
+"""Checkpoints as a run leaves them, and the command line called in this process."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save
+from lightning_faulttolerant.cli import main
+from lightning_faulttolerant.state.blobs import pack_blobs
+
+HYPER_PARAMETERS = b"not to be unpickled"
+
+
+def checkpoint(*, step: int = 3, epoch: int = 0, batch: int = 3, world_size: int = 1, **part: Any) -> dict[str, Any]:
+    """A checkpoint of Lightning's form with our part; `part` takes the place of entries of it."""
+    rank = pack_blobs({"rng": {"python": b"p" * 100, "torch": b"t" * 50}, "metrics": {}, "flags": {"frozen": []}})
+    ours = {
+        "version": 1,
+        "world_size": world_size,
+        "position": {"where": "boundary", "epoch": epoch, "batch": batch, "global_step": step, "hook": ""},
+        "run": "the-mark",
+        "origin": None,
+        "surroundings": {"torch": "2.13.0", "device": "cpu"},
+        "fingerprint": {"module": {"class": "Net", "parameters": {"weight": [4, 8], "bias": [4]}}},
+        "ranks": [rank],
+        "opaque": {"hyper_parameters": torch.frombuffer(bytearray(HYPER_PARAMETERS), dtype=torch.uint8)},
+    }
+    return {**foreign(step=step, epoch=epoch, batch=batch), "lightning_faulttolerant": {**ours, **part}}
+
+
+def foreign(*, step: int = 3, epoch: int = 0, batch: int = 3) -> dict[str, Any]:
+    """A checkpoint of Lightning's form without our part."""
+    counts = {"ready": batch, "completed": batch, "started": batch, "processed": batch}
+    return {
+        "epoch": epoch,
+        "global_step": step,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": {"weight": torch.zeros(4, 8), "bias": torch.zeros(4)},
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": {"current": counts, "total": counts}}},
+    }
+
+
+def save_series(folder: Any, num_autosaves: int) -> list[str]:
+    """Save so many autosaves of one fit, the k-th at step k, and give their paths, oldest first."""
+    series = AutosaveSeries(folder, keep_last=100)
+    for step in range(1, num_autosaves + 1):
+        series.save(checkpoint(step=step, batch=step), epoch=0, batch=step, global_step=step)
+    return [str(path) for path in series.paths()]
+
+
+def save(path: Path, content: Any = None) -> Path:
+    """Save one checkpoint, as a callback of the user's would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_torch_save(foreign() if content is None else content, path)
+    return path
+
+
+def flip(path: Any) -> None:
+    """Change one byte of the first tensor's values."""
+    with zipfile.ZipFile(path) as archive:
+        record = next(record for record in archive.infolist() if "/data/" in record.filename)
+    data = bytearray(Path(path).read_bytes())
+    name_bytes, extra_bytes = data[record.header_offset + 26], data[record.header_offset + 28]
+    data[record.header_offset + 30 + name_bytes + extra_bytes + record.file_size // 2] ^= 1
+    Path(path).write_bytes(bytes(data))
+
+
+class Result:
+    """What a call of the command line gave."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Result:
+    """Run the command line here."""
+    capsys.readouterr()
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return Result(status, captured.out, captured.err)

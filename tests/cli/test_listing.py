@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
+
+Capture = pytest.CaptureFixture[str]
+
+
+def row(lines: list[str], name: str) -> list[str]:
+    """The cells of the table's line of a file."""
+    [line] = [line for line in lines if line.split()[:1] == [name]]
+    return [cell for cell in line.split("  ") if cell.strip()]
+
+
+def test_a_run_is_listed_with_what_each_autosave_holds(tmp_path: Path, capsys: Capture) -> None:
+    """Each autosave of each fit stands in the table, in the order of saving, with its position and that it verifies."""
+    save_series(tmp_path / "run" / "fit-1", 2)
+    save_series(tmp_path / "run" / "fit-10", 1)
+    save_series(tmp_path / "run" / "fit-9", 1)
+    found = call(capsys, "list", tmp_path)
+    assert (found.status, found.err) == (0, "")
+    folders = [line for line in found.lines if line.startswith("/")]
+    assert folders == [str(tmp_path / "run" / name) for name in ("fit-1", "fit-9", "fit-10")]
+    name, step, epoch, batch, _saved, size, ranks, state = (
+        cell.strip() for cell in row(found.lines, "autosave-00000002-epoch=0-batch=2.ckpt")
+    )
+    assert (step, epoch, batch, ranks, state) == ("2", "0", "2", "1", "verified")
+    assert size.endswith(" kB")
+    places = [found.out.index(f"autosave-0000000{number}") for number in (1, 2)]
+    assert places == sorted(places), name
+
+
+@pytest.mark.parametrize("below", ["", "run", "run/fit-1"])
+def test_a_dirpath_a_run_or_a_fit_can_be_given(tmp_path: Path, capsys: Capture, below: str) -> None:
+    """Whichever of the three directories is given, the same autosaves are found."""
+    paths = save_series(tmp_path / "run" / "fit-1", 2)
+    found = call(capsys, "list", tmp_path / below, "--json")
+    assert [entry["path"] for entry in json.loads(found.out)["checkpoints"]] == paths
+
+
+def test_files_of_model_checkpoint_are_listed(tmp_path: Path, capsys: Capture) -> None:
+    """A checkpoint without our part is listed with what Lightning's counters say; how many ranks it had is unknown."""
+    save(tmp_path / "checkpoints" / "epoch=1.ckpt", foreign(step=7, epoch=1, batch=2))
+    found = call(capsys, "list", tmp_path)
+    cells = [cell.strip() for cell in row(found.lines, "epoch=1.ckpt")]
+    assert (cells[1:4], cells[-2:]) == (["7", "1", "2"], ["-", "verified"])
+
+
+def test_damage_is_shown_with_its_reason(tmp_path: Path, capsys: Capture) -> None:
+    """A flipped byte and a cut file are damaged, with the reason below the table; the name still tells the position."""
+    flipped, cut, _ = save_series(tmp_path, 3)
+    flip(flipped)
+    os.truncate(cut, os.path.getsize(cut) // 2)
+    found = call(capsys, "list", tmp_path)
+    assert found.status == 0
+    assert row(found.lines, Path(flipped).name)[-1].strip() == "damaged"
+    assert [cell.strip() for cell in row(found.lines, Path(cut).name)][1:4] == ["-", "0", "2"]
+    assert row(found.lines, Path(cut).name)[-1].strip() == "damaged"
+    assert any(Path(flipped).name in line and "CRC32" in line for line in found.lines)
+
+
+def test_what_was_set_aside_is_told_apart(tmp_path: Path, capsys: Capture) -> None:
+    """Autosaves set aside as damaged, and superseded ones, are listed as such."""
+    flip(save_series(tmp_path / "fit-1", 2)[1])
+    series = AutosaveSeries(tmp_path / "fit-1")
+    series.newest()
+    aside = call(capsys, "list", tmp_path)
+    assert row(aside.lines, "autosave-00000002-epoch=0-batch=2.ckpt.damaged")[-1].strip() == "damaged, set aside"
+    series.set_aside("another-ckpt_path")
+    found = call(capsys, "list", tmp_path, "--json")
+    kinds = {entry["kind"]: entry["state"] for entry in json.loads(found.out)["checkpoints"]}
+    assert kinds == {"superseded": "verified", "set aside": "damaged"}
+
+
+def test_a_file_without_checksums_is_not_called_damaged(tmp_path: Path, capsys: Capture) -> None:
+    """Files that were written without checksums, by option or in the old format, are said to be so."""
+    torch.save(foreign(), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(foreign(), tmp_path / "without.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    found = call(capsys, "list", tmp_path)
+    assert [row(found.lines, name)[-1].strip() for name in ("old.ckpt", "without.ckpt")] == ["no checksums"] * 2
+    fast = call(capsys, "list", tmp_path, "--no-verify")
+    assert [row(fast.lines, name)[-1].strip() for name in ("old.ckpt", "without.ckpt")] == ["not verified"] * 2
+
+
+def test_without_verifying_the_tensors_are_not_read(tmp_path: Path, capsys: Capture) -> None:
+    """With --no-verify a changed tensor goes unnoticed and is not called verified; a file cut short is seen."""
+    flipped, cut = save_series(tmp_path, 2)
+    flip(flipped)
+    os.truncate(cut, os.path.getsize(cut) // 2)
+    found = call(capsys, "list", tmp_path, "--no-verify", "--json")
+    assert [entry["state"] for entry in json.loads(found.out)["checkpoints"]] == ["not verified", "damaged"]
+
+
+def test_a_directory_with_a_manifest_is_one_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    """A committed directory stands in one line, whatever files are in it, and is verified by its manifest."""
+    save(tmp_path / "sharded" / "a.ckpt")
+    save(tmp_path / "sharded" / "b.ckpt")
+    write_manifest(tmp_path / "sharded")
+    found = call(capsys, "list", tmp_path, "--json")
+    [entry] = json.loads(found.out)["checkpoints"]
+    assert (entry["path"], entry["kind"], entry["state"]) == (str(tmp_path / "sharded"), "directory", "verified")
+    (tmp_path / "sharded" / "b.ckpt").unlink()
+    [entry] = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
+    assert entry["state"] == "damaged"
+
+
+def test_json_has_every_field(tmp_path: Path, capsys: Capture) -> None:
+    """The JSON holds what the table shows, numbers as numbers and the time in UTC."""
+    [path] = save_series(tmp_path, 1)
+    os.utime(path, (0, 86400))
+    [entry] = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
+    assert entry == {
+        "path": path,
+        "kind": "autosave",
+        "step": 1,
+        "epoch": 0,
+        "batch": 1,
+        "saved_at": "1970-01-02T00:00:00+00:00",
+        "num_bytes": os.path.getsize(path),
+        "world_size": 1,
+        "state": "verified",
+        "reason": "",
+    }
+
+
+def test_nothing_found_is_said_and_is_a_status_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    """A directory without checkpoints gives status 1 and says so; other files and hidden folders don't count."""
+    (tmp_path / "notes.txt").write_text("")
+    save(tmp_path / ".hidden" / "a.ckpt")
+    found = call(capsys, "list", tmp_path)
+    assert (found.status, found.out) == (1, "")
+    assert f"no checkpoints below {tmp_path}" in found.err
+
+
+def test_what_is_no_directory_is_an_error(tmp_path: Path, capsys: Capture) -> None:
+    """A missing directory, and a file, give status 2 and a message that names them."""
+    file = save(tmp_path / "a.ckpt")
+    for path, reason in ((tmp_path / "missing", "No such file"), (file, "not a directory")):
+        found = call(capsys, "list", path)
+        assert (found.status, found.out) == (2, "")
+        assert str(path) in found.err
+        assert reason in found.err
+
+
+def test_a_dangling_link_is_reported_and_the_rest_listed(tmp_path: Path, capsys: Capture) -> None:
+    """A link to nothing is a problem with status 2; the other files stand in the table all the same."""
+    save(tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "gone.ckpt")
+    found = call(capsys, "list", tmp_path)
+    assert found.status == 2
+    assert "last.ckpt" in found.err
+    assert row(found.lines, "a.ckpt")[-1].strip() == "verified"
+
+
+def test_names_can_not_speak_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    """Control characters in a name, and bytes that are no text, are shown as escapes."""
+    save(tmp_path / "a\x1b[31m\n.ckpt")
+    save(Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.ckpt")))
+    found = call(capsys, "list", tmp_path)
+    assert found.status == 0
+    assert "a\\x1b[31m\\n.ckpt" in found.out
+    assert "b\\udcff.ckpt" in found.out
+    assert "\x1b" not in found.out
+
+
+def test_strange_values_in_our_part_count_as_unknown(tmp_path: Path, capsys: Capture) -> None:
+    """A part that holds other things than numbers where numbers belong is listed with what is known otherwise."""
+    save(tmp_path / "a.ckpt", {**checkpoint(), "lightning_faulttolerant": {"position": [], "world_size": "many"}})
+    cells = [cell.strip() for cell in row(call(capsys, "list", tmp_path).lines, "a.ckpt")]
+    assert (cells[1:4], cells[-2]) == (["3", "0", "3"], "-")
+
+
+def test_on_a_narrow_terminal_long_names_are_shortened(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal no line is longer than it is wide; into a pipe names are whole, as all other tests here have it."""
+    save_series(tmp_path, 1)
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setattr("lightning_faulttolerant.cli.text.sys.stdout.isatty", lambda: True)
+    lines = call(capsys, "list", tmp_path).lines
+    assert any("..." in line and line.strip().startswith("autosave-") for line in lines)
+    assert max(map(len, lines[1:])) <= 90
