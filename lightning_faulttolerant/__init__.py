@@ -19,6 +19,7 @@ from lightning_faulttolerant.errors import (
 )
 
 if TYPE_CHECKING:
+    from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.report import ResumeReport
 
@@ -37,12 +38,14 @@ __all__ = [
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
+    "atomic_torch_save",
 ]
 
-# These need Lightning, which takes seconds to import and which the data side works without.
+# These need torch, or Lightning, which take seconds to import.
 _LAZY = {
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
 
