@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.store import local_copy
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 _SAFE_LEAVES = (type(None), bool, float, str)
@@ -93,7 +94,7 @@ def _open_verified(path: str | os.PathLike[str]) -> IO[bytes]:
     # One open file for both steps: the bytes that are loaded are the ones that were verified, even if another process
     # puts a new file at the path in between.
     try:
-        file = open(path, "rb")  # noqa: SIM115 - the caller closes it
+        file: IO[bytes] = local_copy(path)
         try:
             reason = find_damage(file)
             file.seek(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -78,13 +77,13 @@ class Autosaver:
             return self._budget.now() + self._options.train_time_interval.total_seconds()
         return self._budget.next_at
 
-    def save(self, position: Position) -> Path:
+    def save(self, position: Position) -> str:
         """Save the state of this instant."""
         began = self._budget.now()
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
         return self._write(checkpoint, position, began)
 
-    def save_capture(self, capture: Capture) -> Path:
+    def save_capture(self, capture: Capture) -> str:
         """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
         began = self._budget.now()
         module = self._trainer.lightning_module
@@ -131,7 +130,7 @@ class Autosaver:
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
-    def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> Path:
+    def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> str:
         is_first = self._saved_step is None
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
