@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
+from lightning_faulttolerant.checkpoint.atomic_file import make_directory
 
 FORK = multiprocessing.get_context("fork")
 
@@ -34,7 +35,7 @@ class Writer:
 
     name: str
     save: Callable[[Path, int], Any]
-    newest: Callable[[Path], Path | None]
+    newest: Callable[[Path], Path | str | None]
     load: Callable[[Path], dict[str, Any]] = load_file
     removes_leftovers: bool = True
 
@@ -62,7 +63,7 @@ def _series(keep_last: int) -> Writer:
 
 
 def _save_to_one_path(directory: Path, number: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     atomic_torch_save(content(number), directory / "last.ckpt")
 
 
