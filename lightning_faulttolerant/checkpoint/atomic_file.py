@@ -44,8 +44,10 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
     target = Path(os.path.realpath(path))
     _check_replaceable(target)
     temporary = target.parent / temporary_name(target.name)
+    is_ours = False
     try:
         with open(temporary, "xb") as file:
+            is_ours = True
             yield file
             file.flush()
             if fsync:
@@ -54,8 +56,9 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
         _replace(temporary, target, written)
     except BaseException:
         # The first error is the one to see, even if the directory has gone in the meantime.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if is_ours:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise
     if fsync:
         fsync_directory(target.parent)

@@ -323,7 +323,7 @@ def test_rename_whose_answer_got_lost_is_done(tmp_path):
     assert _names(tmp_path) == ["a.ckpt"]
 
 
-def test_temporary_name_that_is_taken_is_not_overwritten(tmp_path, monkeypatch):
+def test_temporary_name_that_is_taken_is_neither_overwritten_nor_removed(tmp_path, monkeypatch):
     """The temporary file must be made exclusively: should its random name exist, it is somebody's."""
     monkeypatch.setattr("secrets.token_hex", lambda num_bytes: "00" * num_bytes)
     process = FORK.Process(target=_killed_at_its_rename, args=(tmp_path,))
@@ -334,6 +334,7 @@ def test_temporary_name_that_is_taken_is_not_overwritten(tmp_path, monkeypatch):
     mine.write_bytes(b"somebody's")
     with pytest.raises(FileExistsError):
         atomic_torch_save(CONTENT, tmp_path / "a.ckpt")
+    assert mine.read_bytes() == b"somebody's"
 
 
 def _killed_at_its_rename(directory: Path) -> None:
