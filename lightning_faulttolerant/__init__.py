@@ -20,12 +20,14 @@ from lightning_faulttolerant.errors import (
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
+    from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.report import ResumeReport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
     "FaultTolerance",
@@ -41,8 +43,9 @@ __all__ = [
     "atomic_torch_save",
 ]
 
-# These need torch, or Lightning, which take seconds to import.
+# These need torch or Lightning, which take seconds to import.
 _LAZY = {
+    "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
