@@ -19,6 +19,7 @@ from lightning_faulttolerant.errors import (
 )
 
 if TYPE_CHECKING:
+    from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -39,6 +40,7 @@ __all__ = [
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
+    "atomic_torch_save",
 ]
 
 # These need torch or Lightning, which take seconds to import.
@@ -46,6 +48,7 @@ _LAZY = {
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
 

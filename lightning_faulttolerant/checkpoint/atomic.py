@@ -6,29 +6,38 @@ Nothing here draws from the global generators of ``random``, NumPy or torch: it 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, final
 
 import torch
 
-from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
+from lightning_faulttolerant.checkpoint.store import open_writer
 
 
-def atomic_torch_save(obj: Any, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
-    """Write an object with ``torch.save`` so that a crash at any moment leaves the old file or the new one.
+def atomic_torch_save(
+    obj: Any, f: str | bytes | os.PathLike[str] | IO[bytes], *, fsync: bool = True, **torch_save_kwargs: Any
+) -> None:
+    """Do what ``torch.save`` does, so that a crash at any moment leaves the old file or the new one.
 
     The object is streamed, not copied, and each record gets the CRC32 that ``verify_file`` checks.
 
     Args:
         obj: What ``torch.save`` can write.
-        path: Where to; the target of a symbolic link is replaced, not the link.
-        fsync: Wait until the bytes are on the disk, so that they also survive a power loss.
+        f: A path, of which the target of a symbolic link is replaced, not the link; a URL that fsspec understands,
+            where the object becomes visible when it is complete; or a binary file that is open for writing. Such a
+            file is written to directly: what was in it before may be lost by a crash, and only its owner can close it.
+        fsync: Wait until the bytes are on the disk, so that they also survive a power loss. An open file that has no
+            descriptor, such as a ``BytesIO``, is flushed.
+        torch_save_kwargs: Keywords of ``torch.save``: ``pickle_module``, ``pickle_protocol``, and those of its own.
 
     Raises:
-        OSError: If the file can't be written; the old file is still there.
-        ValueError: If the path is a device, a pipe or a socket.
+        OSError: If the file can't be written; the old file is still there, where `f` is a path.
+        ValueError: If the path is a device, a pipe or a socket, or if torch's old file format is asked for.
+        TypeError: If `f` is a text file.
 
     Example:
         >>> import tempfile
@@ -37,19 +46,38 @@ def atomic_torch_save(obj: Any, path: str | os.PathLike[str], *, fsync: bool = T
         ...     torch.load(f"{directory}/a.ckpt", weights_only=True)
         {'step': 3}
     """
-    with atomic_writer(path, fsync=fsync) as file:
-        save_to_file(obj, file)
+    if isinstance(f, (str, bytes, os.PathLike)):
+        with open_writer(os.fsdecode(f), fsync=fsync) as file:
+            save_to_file(obj, file, **torch_save_kwargs)
+        return
+    save_to_file(obj, f, **torch_save_kwargs)
+    if fsync:
+        _fsync_open_file(f)
 
 
-def save_to_file(obj: Any, file: IO[bytes]) -> None:
+def save_to_file(obj: Any, file: IO[bytes], **torch_save_kwargs: Any) -> None:
     """Write an object with ``torch.save``, each record with the CRC32 that ``verify_file`` checks.
 
     Args:
         obj: What ``torch.save`` can write.
         file: Open for writing.
+        torch_save_kwargs: Keywords of ``torch.save``.
+
+    Raises:
+        OSError: If a write fails, or the file takes no more bytes.
+        ValueError: If torch's old file format is asked for.
+        TypeError: If it is a text file.
     """
+    if not torch_save_kwargs.get("_use_new_zipfile_serialization", True):
+        raise ValueError(
+            "_use_new_zipfile_serialization=False asks for torch's old file format, which has no checksums: damage "
+            "would never be noticed. Leave it out, or call torch.save itself."
+        )
+    if isinstance(file, io.TextIOBase):
+        raise TypeError(f"{file!r} is a text file, a checkpoint is bytes. Open it with mode 'wb', or give its path.")
+    whole: Any = _Whole(file) if hasattr(file, "write") else file  # torch refuses what is no file
     with _crc32_forced(), _first_error_shown():
-        torch.save(obj, file)
+        torch.save(obj, whole, **torch_save_kwargs)
 
 
 def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
@@ -57,15 +85,52 @@ def atomic_write_bytes(data: bytes, path: str | os.PathLike[str], *, fsync: bool
 
     Args:
         data: The whole content.
-        path: Where to; the target of a symbolic link is replaced, not the link.
+        path: Where to, a path or a URL; the target of a symbolic link is replaced, not the link.
         fsync: Wait until the bytes are on the disk.
 
     Raises:
         OSError: If the file can't be written; the old file is still there.
         ValueError: If the path is a device, a pipe or a socket.
     """
-    with atomic_writer(path, fsync=fsync) as file:
-        file.write(data)
+    with open_writer(path, fsync=fsync) as file:
+        _Whole(file).write(data)
+
+
+@final
+class _Whole:
+    """A file that writes all that it is given, or raises: torch does not look at what ``write`` returns."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        num_done = 0
+        while num_done < len(view):
+            num_written = self._file.write(view[num_done:])
+            if num_written is None and not isinstance(self._file, io.RawIOBase):
+                break  # a class of somebody's own that does not say; a raw file says by None that it can't take any
+            if not num_written:
+                reason = f"The file took {num_done} of {len(view)} bytes and then no more"
+                raise OSError(errno.EIO, reason, getattr(self._file, "name", None))
+            num_done += num_written
+        return len(view)
+
+    def flush(self) -> None:
+        if hasattr(self._file, "flush"):
+            self._file.flush()
+
+
+def _fsync_open_file(file: IO[bytes]) -> None:
+    try:
+        descriptor = file.fileno()
+    except (AttributeError, OSError):  # not a file of the system
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a pipe has nothing to wait for
+            raise
 
 
 @contextlib.contextmanager

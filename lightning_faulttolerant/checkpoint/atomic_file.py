@@ -44,20 +44,36 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
     target = Path(os.path.realpath(path))
     _check_replaceable(target)
     temporary = target.parent / temporary_name(target.name)
+    is_ours = False
     try:
         with open(temporary, "xb") as file:
+            is_ours = True
             yield file
             file.flush()
             if fsync:
                 os.fsync(file.fileno())
-        os.replace(temporary, target)
+            written = os.fstat(file.fileno())
+        _replace(temporary, target, written)
     except BaseException:
         # The first error is the one to see, even if the directory has gone in the meantime.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if is_ours:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise
     if fsync:
         fsync_directory(target.parent)
+
+
+def _replace(temporary: Path, target: Path, written: os.stat_result) -> None:
+    try:
+        os.replace(temporary, target)
+    except FileNotFoundError:
+        # Over NFS the answer to a rename can get lost, and the second try then finds that the first has worked.
+        if not (target.exists() and os.path.samestat(os.stat(target), written)):
+            raise
+    # Asked of the temporary name, since another writer may have replaced the target again.
+    if os.path.lexists(temporary):
+        raise OSError(errno.EIO, "The rename was reported as done, but it was not", str(temporary), None, str(target))
 
 
 def fsync_directory(directory: Path) -> None:

@@ -154,13 +154,13 @@ class AutosaveSeries:
         if _LABEL.fullmatch(label) is None:
             raise ValueError(f"The label {label!r} can't be part of a name. Use letters, digits and any of _.=+-")
         listing = self.store.listing()
-        files = sorted(_autosaves(listing) + _autosaves(listing, damaged=True), key=_sequence)
+        files = _in_order_of_leaving(listing)
         if not files:
             return None
         self.check()
         number = 1 + max((_superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
-        for name in files:  # oldest first: if this is interrupted, the newest is still where it was
+        for name in files:
             self.store.rename(name, f"{folder}/{name}")
         return self.store.path(folder)
 
@@ -222,8 +222,8 @@ class AutosaveSeries:
         return [self.store.folder(name) for name in listing.folders if _SUPERSEDED_NAME.fullmatch(name) is not None]
 
     def _all_files(self, listing: Listing) -> list[tuple[Store, str]]:
-        listed = [(self.store, listing), *((folder, folder.listing()) for folder in self._superseded(listing))]
-        return [(store, name) for store, found in listed for name in found.files if _AUTOSAVE_NAME.fullmatch(name)]
+        listed = [*((folder, folder.listing()) for folder in self._superseded(listing)), (self.store, listing)]
+        return [(store, name) for store, found in listed for name in _in_order_of_leaving(found)]
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
         for name, target in leftovers(listing.files, other_hosts=other_hosts):
@@ -236,6 +236,11 @@ class AutosaveSeries:
 def _autosaves(listing: Listing, *, damaged: bool = False) -> list[str]:
     found = ((name, _AUTOSAVE_NAME.fullmatch(name)) for name in listing.files)
     return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
+
+
+def _in_order_of_leaving(listing: Listing) -> list[str]:
+    # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
+    return _autosaves(listing, damaged=True) + _autosaves(listing)
 
 
 def _sequence(name: str) -> int:

@@ -53,9 +53,11 @@ def kill_before(step: Step, carry_out: Callable[..., Any]) -> Any:
 
 
 def kill_after(step: Step, carry_out: Callable[..., Any]) -> Any:
-    """Do the step, then kill the process (SIGKILL): use it in a process made for that."""
-    carry_out()
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Do the step, then kill the process (SIGKILL), also if it failed: use it in a process made for that."""
+    try:
+        carry_out()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 _LOSABLE = ("write", "fsync", "fsync_directory", "rename", "unlink", "link", "mkdir", "rmdir")

@@ -68,7 +68,8 @@ class LocalStore:
         old, new = self.directory / name, self.directory / new_name
         make_directory(new.parent)
         os.replace(old, new)
-        for folder in {new.parent, old.parent}:
+        # The new name first: the disk may know the file under both names for a moment, but never under none.
+        for folder in dict.fromkeys((new.parent, old.parent)):
             fsync_directory(folder)
 
     def delete(self, name: str) -> None:

@@ -1,0 +1,119 @@
+"""The store law: after SIGKILL at any instant and at each step, the last committed checkpoint verifies and loads."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.testing import FaultyFiles, kill_after, kill_before
+from tests.checkpoint.writers import FORK, SERIES, WRITERS, Writer, exit_code, leftovers, temporary_directory_elsewhere
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(params=["same", "other"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A directory for checkpoints; ``$TMPDIR`` is on the same file system or on another, and must stay empty."""
+    elsewhere = tmp_path / "tmpdir"
+    elsewhere.mkdir()
+    if request.param == "other":
+        elsewhere = Path(tempfile.mkdtemp(dir=MEMORY))
+        assert os.stat(elsewhere).st_dev != os.stat(tmp_path).st_dev
+    with temporary_directory_elsewhere(elsewhere):
+        yield tmp_path / "run"
+    assert list(elsewhere.iterdir()) == []
+    shutil.rmtree(elsewhere)
+
+
+def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: int) -> int:
+    """Kill a process at step 1, 2, ... of a save until one comes to its end; return how many were killed."""
+    for at in range(1, 100):
+        here = directory / str(at)
+        for number in range(1, num_before + 1):
+            writer.save(here, number)
+
+        def main(here: Path = here, at: int = at) -> None:
+            with FaultyFiles(directory, fault, at=at):
+                writer.save(here, num_before + 1)
+
+        code = exit_code(main)
+        found = writer.number(here)
+        if code == 0:
+            assert found == num_before + 1
+            return at - 1
+        assert code == -signal.SIGKILL
+        assert found in (num_before, num_before + 1)
+        # Who comes next goes on without an error, and cleans up.
+        assert exit_code(lambda here=here: writer.save(here, num_before + 2)) == 0
+        assert writer.number(here) == num_before + 2
+        assert not writer.removes_leftovers or leftovers(here) == []
+    raise AssertionError("a save does not end")
+
+
+@pytest.mark.parametrize("fault", [kill_before, kill_after])
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+def test_killed_at_each_step_of_a_save(writer, fault, directory):
+    """Before and after each step there must be the save before or the one in flight, and a next one must succeed."""
+    directory.mkdir()
+    assert _kill_at_each_step(writer, directory, fault, num_before=3) >= 6
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+def test_killed_at_each_step_of_the_first_save(writer, tmp_path):
+    """A first save that is killed must leave nothing or itself, never a file that stops the next start."""
+    assert _kill_at_each_step(writer, tmp_path, kill_before, num_before=0) >= 6
+
+
+def _save_for_ever(writer: Writer, directory: Path, number: int, returned: int) -> None:
+    while True:
+        number += 1
+        writer.save(directory, number)
+        os.write(returned, b".")
+
+
+def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
+    draw = random.SystemRandom()
+    number, num_saves, longest = 0, 0, 0.03
+    for _ in range(num_kills):
+        reader, returned = os.pipe()
+        process = FORK.Process(target=_save_for_ever, args=(writer, directory, number, returned))
+        process.start()
+        os.close(returned)
+        time.sleep(draw.uniform(0, longest))
+        process.kill()
+        process.join()
+        with open(reader, "rb") as answers:
+            num_returned = len(answers.read())
+        found = writer.number(directory)
+        assert found in (number + num_returned, number + num_returned + 1)
+        number, num_saves = found, num_saves + num_returned
+    assert num_saves > num_kills / 10, "hardly a kill came after a save: the test has seen nothing"
+    writer.save(directory, number + 1)
+    assert writer.number(directory) == number + 1
+    assert not writer.removes_leftovers or leftovers(directory) == []
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+def test_killed_at_random_instants(writer, directory):
+    """At any instant there must be the save that returned last, or the one in flight."""
+    _kill_at_random(writer, directory, num_kills=20)
+
+
+def test_series_killed_at_200_random_instants(tmp_path):
+    """At any of many instants there must be the autosave that was saved last, or the one in flight."""
+    _kill_at_random(SERIES, tmp_path / "run", num_kills=200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+def test_killed_at_200_random_instants(writer, directory):
+    """Each way to save, on one file system and across two, must bear many kills."""
+    _kill_at_random(writer, directory, num_kills=200)
