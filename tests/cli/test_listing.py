@@ -107,6 +107,7 @@ def test_a_directory_with_a_manifest_is_one_checkpoint(tmp_path: Path, capsys: C
     """A committed directory stands in one line, whatever files are in it, and is verified by its manifest."""
     save(tmp_path / "sharded" / "a.ckpt")
     save(tmp_path / "sharded" / "b.ckpt")
+    save(tmp_path / "sharded" / "inner" / "c.ckpt")
     write_manifest(tmp_path / "sharded")
     found = call(capsys, "list", tmp_path, "--json")
     [entry] = json.loads(found.out)["checkpoints"]
