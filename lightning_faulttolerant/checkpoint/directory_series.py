@@ -71,7 +71,7 @@ class DirectorySeries:
     """The directories of one name, seen by the one process that writes or chooses among them.
 
     Args:
-        output_directory: Absolute; made when the first directory is begun.
+        output_directory: Absolute; made if it is missing.
         name: What the names of the directories begin with.
         verify: Whether contents are read before a directory is trusted; else only presence and sizes are compared.
         fsync: Whether to wait for the disk.
@@ -165,8 +165,7 @@ class DirectorySeries:
             NoValidCheckpointError: If there are directories, but none that can be taken.
             OSError: If something can't be read or written.
         """
-        if not self.output_directory.is_dir():
-            return None
+        make_directory(self.output_directory)
         limit = self._foreign_limit()
         newest = self._newest_valid(limit)
         if newest is not None:

@@ -442,7 +442,16 @@ def test_reader_needs_no_right_to_write(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, refuse)
     assert content_of(AtomicDirectory(tmp_path).latest()) == "0"
     assert content_of(AtomicDirectory(tmp_path, name="Original").latest()) == "original 0"
-    assert AtomicDirectory(tmp_path / "nowhere").latest() is None
+
+
+def test_output_directory_is_made_with_the_saver(tmp_path):
+    """Scripts that put files there, once the saver is made, must find it; looking must not fail where it is gone."""
+    saver = AtomicDirectory(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()
+    shutil.rmtree(tmp_path / "a")
+    assert saver.history() == []
+    save(saver, 0)
+    assert content_of(saver.latest()) == "0"
 
 
 def test_saving_draws_no_random_number(tmp_path):
