@@ -19,12 +19,14 @@ from lightning_faulttolerant.errors import (
 )
 
 if TYPE_CHECKING:
+    from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.report import ResumeReport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
     "FaultTolerance",
@@ -39,8 +41,9 @@ __all__ = [
     "UnsupportedTrainerError",
 ]
 
-# These need Lightning, which takes seconds to import and which the data side works without.
+# These need torch or Lightning, which take seconds to import.
 _LAZY = {
+    "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
 }

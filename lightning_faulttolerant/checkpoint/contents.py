@@ -95,6 +95,27 @@ def list_files(directory: str | os.PathLike[str]) -> list[str]:
     return sorted(names)
 
 
+def deal_files(directory: str | os.PathLike[str], names: Iterable[str], *, num_shares: int) -> list[list[str]]:
+    """Deal files out so that each share has about the same number of bytes.
+
+    Args:
+        directory: Local.
+        names: Relative paths.
+        num_shares: At least 1.
+
+    Raises:
+        OSError: If a file can't be looked at.
+    """
+    sizes = {name: os.stat(os.path.join(directory, name)).st_size for name in names}
+    shares: list[list[str]] = [[] for _ in range(num_shares)]
+    bytes_of = [0] * num_shares
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = bytes_of.index(min(bytes_of))
+        shares[least].append(name)
+        bytes_of[least] += sizes[name]
+    return shares
+
+
 def sum_files(directory: str | os.PathLike[str], names: Iterable[str], *, fsync: bool = True) -> dict[str, FileEntry]:
     """Read files of a directory, several at once.
 
@@ -147,7 +168,7 @@ def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True
     """Compare a directory with its manifest: each file's presence, size and CRC32.
 
     A file that the manifest does not name is no damage, whoever put it there: not a byte of what was saved has changed.
-    It is reported in ``extra_files``.
+    It is reported in ``extra_files``; of a URL, only what is directly in it is looked at.
 
     Args:
         directory: A directory, or the URL of one.

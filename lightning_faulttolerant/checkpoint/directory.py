@@ -1,0 +1,322 @@
+"""Checkpoints of several files, each in a directory of its own that is a checkpoint only when it is complete.
+
+For loops that write files themselves, on one rank or many. A directory has its final name from the start and becomes a
+checkpoint in one instant, when its manifest is written; until then, and after a crash, it is known as incomplete.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast, final
+
+from lightning_faulttolerant.checkpoint.contents import commit_files, deal_files, list_files, sum_files
+from lightning_faulttolerant.checkpoint.directory_ranks import find_ranks, together
+from lightning_faulttolerant.checkpoint.directory_series import DirectorySeries
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry, check_metadata
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+
+_STRATEGIES = ("sync_any", "sync_all", "async", "mono")
+_MAX_NAME_CHARACTERS = 80
+_LONGEST_PAUSE_SECONDS = 0.5
+
+
+@final
+class AtomicDirectory:
+    """Saves each checkpoint to a new directory, and keeps a link to the latest one that is complete.
+
+    The directories are ``<name>_checkpoint_<n>``, those that are kept for ever ``<name>_checkpoint_<n>_force``; the
+    link is ``<name>.latest_checkpoint``, and ``<name>.latest_checkpoint.txt`` says the same in words, for copies and
+    file systems without links. Both are hints: the latest is the newest directory whose manifest verifies. A new saver
+    finds it, sets damaged newer ones aside (``….damaged``, never deleted) and lets the link lead to it.
+
+    Under ``"sync_any"`` and ``"sync_all"`` the ranks of the process group share one series, in one directory that all
+    of them see. Then **all ranks call** the constructor, ``prepare_checkpoint_directory``, ``symlink_latest`` (or, on a
+    rank whose part failed, ``abort``) and ``latest``, in the same order. If one fails, all raise; if one is dead, the
+    others raise within ``timeout``.
+
+    Directories of ``cycling_utils`` are read too. They have no manifests and can't be verified: by its rule, the one
+    that its link leads to and those with lower numbers are complete.
+
+    Args:
+        output_directory: A local directory; made if it is missing. Relative to where the process is now.
+        is_master: Whether this rank looks after the disk; one rank at most. Without any it is the first.
+        name: What the names of the directories begin with. Savers of different names may share a directory.
+        keep_last: How many complete checkpoints to keep, besides the one that is being written; those that are kept for
+            ever count. Older ones are deleted once a newer one is complete. 0 or less: all.
+        strategy: ``"sync_any"``: one series, a checkpoint is kept for ever if any rank says so. ``"sync_all"``: if all
+            ranks say so. ``"async"``: each rank has a series of its own, ``<name>_rank_<r>``, and asks nobody.
+            ``"mono"``: as if there were no process group. Without one, all but ``"async"`` are the same.
+        device: Not used: ranks talk over the CPU. Accepted for scripts written for ``cycling_utils``.
+        verify: Read the contents of a directory before it is taken for the latest; else only presence and sizes are
+            compared.
+        fsync: Wait until a checkpoint is on the disk before it becomes one, so that it survives a power loss.
+        group: The process group that shares the series; None for the default one.
+        timeout: How long the ranks wait for the slowest of them, in each step.
+
+    Raises:
+        ValueError: If an argument is wrong, the ranks disagree on one, or there are several ranks and no process group.
+        NoValidCheckpointError: If there are checkpoints, but none that can be taken.
+        CheckpointError: If another rank fails, or does not answer.
+
+    Example:
+        >>> import tempfile
+        >>> output_directory = tempfile.mkdtemp()
+        >>> saver = AtomicDirectory(output_directory, keep_last=2)
+        >>> for step in range(3):
+        ...     directory = saver.prepare_checkpoint_directory()
+        ...     _ = (Path(directory) / "step.txt").write_text(str(step))
+        ...     saver.symlink_latest(directory)
+        >>> latest = os.readlink(os.path.join(output_directory, saver.symlink_name))
+        >>> (Path(latest) / "step.txt").read_text()
+        '2'
+    """
+
+    def __init__(
+        self,
+        output_directory: str | os.PathLike[str],
+        is_master: bool = False,
+        name: str = "AtomicDirectory",
+        keep_last: int = -1,
+        strategy: str = "sync_any",
+        device: Any = None,
+        *,
+        verify: bool = True,
+        fsync: bool = True,
+        group: Any = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        _check_arguments(output_directory, name=name, keep_last=keep_last, strategy=strategy, timeout=timeout)
+        self._ranks, number = find_ranks(strategy, group, timeout)
+        self.name = f"{name}_rank_{number}" if strategy == "async" else name
+        self.symlink_name = f"{self.name}.latest_checkpoint"
+        self.output_directory = os.path.abspath(local_path(output_directory))
+        self.keep_last = keep_last
+        self.strategy = strategy
+        self.device = device
+        self._fsync = fsync
+        self._timeout = timeout
+        self._prepared: Path | None = None
+        self._series = DirectorySeries(Path(self.output_directory), name=self.name, verify=verify, fsync=fsync)
+        self._master = self._agree_on_master(is_master)
+        self.is_master = self._ranks.place == self._master
+        self.latest()
+
+    def prepare_checkpoint_directory(self, force_save: bool = False) -> str:
+        """Make the directory for the next checkpoint; called by all ranks.
+
+        It has its final name, and is no checkpoint before ``symlink_latest``. One that was prepared before and was
+        neither completed nor aborted is deleted, and so is what a killed process left.
+
+        Args:
+            force_save: Keep this checkpoint for ever.
+
+        Returns:
+            The absolute path. It holds the beginning of a manifest and nothing else.
+
+        Raises:
+            OSError: If it can't be made.
+            CheckpointError: If another rank fails, or does not answer.
+        """
+        wishes = self._ranks.gather("prepare", bool(force_save))
+        forced = all(wishes) if self.strategy == "sync_all" else any(wishes)
+        path = self._here(self._by_master("begin", lambda: self._begin(forced=forced)))
+        together(self._ranks, "wait", lambda: self._wait_for(path))
+        self._prepared = path
+        return str(path)
+
+    def symlink_latest(
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
+    ) -> None:
+        """Make a prepared directory a checkpoint, the latest one; called by all ranks when their files are closed.
+
+        All files are read once, for their checksums, each by one of the ranks. Then the manifest is written, the link
+        is put on it, and those that are too many are deleted.
+
+        Args:
+            checkpoint_directory: What ``prepare_checkpoint_directory`` returned.
+            metadata: Kept in the manifest (the master's): dicts, lists, strings, finite numbers, booleans and None.
+
+        Raises:
+            ValueError: If the directory is empty, was not prepared, is another one on another rank, or holds something
+                that can't be part of a checkpoint, such as a link that leads out of it. It can be mended and completed.
+            OSError: If something can't be written. What was complete before still is.
+            CheckpointError: If another rank fails, has called ``abort``, or does not answer.
+        """
+        path = Path(os.path.abspath(checkpoint_directory))
+        self._end(path, metadata=metadata or {}, completes=True)
+        shares = self._by_master("deal", lambda: deal_files(path, list_files(path), num_shares=self._ranks.num_ranks))
+        summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.place], fsync=self._fsync))
+        files = {name: entry for share in summed for name, entry in share.items()}
+        self._by_master("commit", lambda: self._commit(path, files, metadata or {}))
+        self._prepared = None
+
+    def atomic_symlink(
+        self, checkpoint_directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None
+    ) -> None:
+        """Do what ``symlink_latest`` does: the name that it had at first.
+
+        Args:
+            checkpoint_directory: As in ``symlink_latest``.
+            metadata: As in ``symlink_latest``.
+        """
+        self.symlink_latest(checkpoint_directory, metadata=metadata)
+
+    def abort(self, checkpoint_directory: str | os.PathLike[str]) -> None:
+        """Give up a prepared directory and delete it; called in the place of ``symlink_latest``.
+
+        One rank is enough: those that call ``symlink_latest`` then raise, and nothing is committed.
+
+        Args:
+            checkpoint_directory: What ``prepare_checkpoint_directory`` returned.
+
+        Raises:
+            ValueError: If it was not prepared, or is complete.
+            CheckpointError: If another rank fails, or does not answer.
+        """
+        path = Path(os.path.abspath(checkpoint_directory))
+        self._end(path, metadata={}, completes=False)
+
+    def latest(self) -> str | None:
+        """Find the newest checkpoint that verifies; called by all ranks.
+
+        Damaged ones that are newer are set aside under another name, and the link is put on the one that is returned.
+
+        Returns:
+            The absolute path; None where there has never been a checkpoint.
+
+        Raises:
+            NoValidCheckpointError: If there are checkpoints, but none that can be taken.
+            OSError: If something can't be read for a reason that is not damage.
+            CheckpointError: If another rank fails, or does not answer.
+        """
+        path = self._by_master("latest", self._series.recover)
+        return None if path is None else str(self._here(path))
+
+    def history(self) -> list[str]:
+        """List the checkpoints, oldest first, as this rank sees the disk; they are not verified.
+
+        Returns:
+            Absolute paths.
+        """
+        if not os.path.isdir(self.output_directory):
+            return []
+        return [str(entry.path) for entry in self._series.committed()]
+
+    def is_checkpoint_directory(self, path_str: str | os.PathLike[str]) -> str | None:
+        """Tell whether a path is an existing directory with a name of this series, complete or not.
+
+        Args:
+            path_str: Any path.
+
+        Returns:
+            The number in its name, with ``_force`` behind it if it is kept for ever; None if it is none.
+        """
+        return self._series.suffix(Path(path_str).name) if os.path.isdir(path_str) else None
+
+    def _agree_on_master(self, is_master: bool) -> int:
+        mine = {"strategy": self.strategy, "name": self.name}
+        answers = self._ranks.gather("make a saver", (mine, is_master))
+        for place, (others, _) in enumerate(answers):
+            if others != answers[0][0]:
+                raise ValueError(
+                    f"The ranks disagree: {self._ranks.label(0)} has {answers[0][0]}, {self._ranks.label(place)} has "
+                    f"{others}. They would wait for one another. Make the saver with the same arguments on each."
+                )
+        masters = [place for place, (_, is_one) in enumerate(answers) if is_one]
+        if len(masters) > 1:
+            raise ValueError(
+                f"is_master is True on {', '.join(map(self._ranks.label, masters))}. They would write over each other. "
+                "Pass it on one rank, or on none."
+            )
+        return masters[0] if masters else 0
+
+    def _by_master(self, step: str, work: Callable[[], _Result]) -> _Result:
+        result = together(self._ranks, step, lambda: work() if self.is_master else None)[self._master]
+        return cast("_Result", result)
+
+    def _here(self, path: Path) -> Path:
+        # Ranks on other nodes may have mounted the output directory elsewhere.
+        return Path(self.output_directory) / path.name
+
+    def _begin(self, *, forced: bool) -> Path:
+        if self._prepared is not None:
+            self._series.drop(self._prepared)
+        return self._series.begin(forced=forced)
+
+    def _wait_for(self, path: Path) -> None:
+        # On a network file system a directory that another node has made may be seen late.
+        deadline, pause_seconds = time.monotonic() + self._timeout.total_seconds(), 0.01
+        while not (path / MANIFEST_NAME).exists():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{path}, made by {self._ranks.label(self._master)}, is not seen by "
+                    f"{self._ranks.label(self._ranks.place)} after {self._timeout}. The ranks must share the output "
+                    'directory. Put it on a file system that all see, or pass strategy="async".'
+                )
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _end(self, path: Path, *, metadata: dict[str, Any], completes: bool) -> None:
+        """Meet the other ranks at the end of a checkpoint, those that complete it and those that give it up."""
+
+        def check() -> tuple[str, bool]:
+            check_metadata(metadata)
+            self._check_begun(path)
+            return path.name, completes
+
+        answers = together(self._ranks, "end", check)
+        names = {name for name, _ in answers}
+        if len(names) > 1:
+            raise ValueError(
+                f"The ranks end different checkpoints: {', '.join(sorted(names))}. Nothing was committed. Pass what "
+                "prepare_checkpoint_directory has returned on each."
+            )
+        gave_up = [self._ranks.label(place) for place, (_, completed) in enumerate(answers) if not completed]
+        if not gave_up:
+            return
+        self._by_master("drop", lambda: self._series.drop(path))
+        self._prepared = None
+        if completes:
+            raise CheckpointError(
+                f"The checkpoint {path} was given up by {', '.join(gave_up)} and deleted. The ones before it are there."
+            )
+
+    def _check_begun(self, path: Path) -> None:
+        is_ours = str(path.parent) == self.output_directory and self._series.suffix(path.name) is not None
+        if is_ours and self._series.is_begun(path):
+            return
+        state = "is complete already or is gone" if is_ours else f"is none of {self.name} in {self.output_directory}"
+        raise ValueError(
+            f"{path} {state}. Only a directory that was prepared, and not yet ended, can be. Pass what "
+            "prepare_checkpoint_directory has returned."
+        )
+
+    def _commit(self, path: Path, files: dict[str, FileEntry], metadata: dict[str, Any]) -> None:
+        commit_files(path, files, metadata=metadata, fsync=self._fsync)
+        self._series.finish(path, keep_last=self.keep_last)
+
+
+def _check_arguments(output_directory: Any, *, name: str, keep_last: int, strategy: str, timeout: timedelta) -> None:
+    if is_url(output_directory):
+        raise ValueError(
+            f"output_directory is {os.fspath(output_directory)}, it must be a local directory: files are written "
+            "into it by path. For an object store use FaultTolerance(dirpath=...), or atomic_torch_save with a URL."
+        )
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, it must be one of {', '.join(_STRATEGIES)}.")
+    if not name or len(name) > _MAX_NAME_CHARACTERS or {"/", "\0", os.sep} & set(name):
+        raise ValueError(
+            f"name is {name!r}. It begins the names of directories: it needs 1 to {_MAX_NAME_CHARACTERS} characters, "
+            "none of them a slash."
+        )
+    if type(keep_last) is not int:
+        raise TypeError(f"keep_last is {keep_last!r}, it must be an integer; 0 or less keeps all.")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout is {timeout}, it must be longer than nothing.")

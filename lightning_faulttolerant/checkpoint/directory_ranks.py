@@ -1,0 +1,181 @@
+"""The ranks that share a series of directories: they do each step together, or all of them raise.
+
+What they tell one another goes over a gloo group of its own, with a time limit: no device is touched, a dead rank is an
+error on the others, and so is a failure on any of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, final
+
+import torch.distributed as dist
+
+from lightning_faulttolerant.errors import CheckpointError
+
+_Result = TypeVar("_Result")
+
+
+class Ranks(Protocol):
+    """Those who take part, in one order that is the same on each."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+
+    @property
+    def place(self) -> int:
+        """This one's place among them, from 0."""
+
+    def gather(self, step: str, value: Any) -> list[Any]:
+        """Tell the others, who are at the same step, and learn from each, in order."""
+
+    def label(self, place: int) -> str:
+        """Name a rank in a message."""
+
+
+@final
+@dataclass(frozen=True)
+class Alone:
+    """A rank that asks nobody."""
+
+    num_ranks: int = 1
+    place: int = 0
+
+    def gather(self, step: str, value: Any) -> list[Any]:
+        """Return the own value."""
+        return [value]
+
+    def label(self, place: int) -> str:
+        """Name the process."""
+        return "this process"
+
+
+@final
+class Grouped:
+    """The ranks of a process group; made by all of them at the same time.
+
+    Args:
+        group: Of ``torch.distributed``; None for the default group.
+        timeout: How long one step may wait for the slowest rank.
+    """
+
+    def __init__(self, group: Any, timeout: timedelta) -> None:
+        self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._timeout = timeout
+        self.num_ranks = len(self._ranks)
+        self.place = self._ranks.index(dist.get_rank())
+        try:
+            # Of its own: the default group may be NCCL, which knows no objects on the CPU, and has a time limit of its
+            # own. Ranks outside of the group don't take part.
+            self._channel = dist.new_group(self._ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise self._silence(error) from error
+
+    def gather(self, step: str, value: Any) -> list[Any]:
+        """Tell the others, who are at the same step, and learn from each, in order.
+
+        Raises:
+            CheckpointError: If a rank has died, does not answer in time, or is at another step.
+        """
+        answers: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(answers, (step, value), group=self._channel)
+        except RuntimeError as error:
+            raise self._silence(error) from error
+        if any(other != step for other, _ in answers):
+            steps = ", ".join(f"{self.label(place)} is at {other!r}" for place, (other, _) in enumerate(answers))
+            raise CheckpointError(
+                f"The ranks have lost each other: {steps}. All of them must call the methods of a saver in the same "
+                "order; a rank that failed in between ends its checkpoint with abort()."
+            )
+        return [answer for _, answer in answers]
+
+    def label(self, place: int) -> str:
+        """Name a rank by its number in the default group."""
+        return f"rank {self._ranks[place]}"
+
+    def _silence(self, error: RuntimeError) -> CheckpointError:
+        reason = str(error).splitlines()[0]
+        return CheckpointError(
+            f"{self.label(self.place)} could not agree with the other ranks on a checkpoint: {reason} One of them has "
+            f"died, has failed before it came here, or took longer than {self._timeout}. Nothing was committed by this "
+            "step. Look for the first error of the other ranks. A rank that can't finish its part of a checkpoint "
+            "should call abort(), then the others needn't wait."
+        )
+
+
+def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, int]:
+    """Find out who takes part.
+
+    Args:
+        strategy: ``"sync_any"``, ``"sync_all"``, ``"async"`` or ``"mono"``.
+        group: Of ``torch.distributed``; None for the default group.
+        timeout: How long one step may wait for the slowest rank.
+
+    Returns:
+        The ranks, and this one's number for the name of an ``"async"`` series.
+
+    Raises:
+        ValueError: If there are several processes and no process group, or this rank is not in the group.
+        CheckpointError: If the others do not answer.
+    """
+    is_grouped = dist.is_available() and dist.is_initialized()
+    if group is not None and (not is_grouped or dist.get_rank(group) < 0):
+        raise ValueError("This process is not in the process group that was given. Make the saver on its ranks only.")
+    if strategy == "mono":
+        return Alone(), 0
+    if strategy == "async":
+        return Alone(), dist.get_rank(group) if is_grouped else _number_from_environment("RANK", 0)
+    if is_grouped:
+        return (Grouped(group, timeout) if dist.get_world_size(group) > 1 else Alone()), 0
+    num_ranks = _number_from_environment("WORLD_SIZE", 1)
+    if num_ranks > 1:
+        raise ValueError(
+            f'WORLD_SIZE is {num_ranks} and there is no process group: with strategy="{strategy}" each rank would take '
+            "itself for the only one, and write over the others. Call torch.distributed.init_process_group before the "
+            'saver is made, or pass strategy="async" (each rank its own directories).'
+        )
+    return Alone(), 0
+
+
+def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Result]:
+    """Do something on each rank and exchange the results; if it fails on one, every rank raises.
+
+    Args:
+        ranks: Who takes part.
+        step: What is done; all must be at the same step.
+        work: What this rank does; the result must be picklable.
+
+    Returns:
+        The results of all, in order.
+
+    Raises:
+        CheckpointError: If it failed on another rank. What it raises on this one is raised as it is.
+    """
+    own_error: Exception | None = None
+    result, failure = None, ""
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - raised again below, when the others know
+        own_error, failure = error, f"{type(error).__name__}: {error}"
+    try:
+        answers = ranks.gather(step, (failure, result))
+    finally:
+        if own_error is not None:
+            raise own_error
+    failures = [f"{ranks.label(place)}: {text}" for place, (text, _) in enumerate(answers) if text]
+    if failures:
+        raise CheckpointError(
+            f"Another rank failed, so no rank goes on with this checkpoint. {'; '.join(failures)}. What was committed "
+            "before is still there."
+        )
+    return [result for _, result in answers]
+
+
+def _number_from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default

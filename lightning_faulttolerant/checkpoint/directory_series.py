@@ -1,0 +1,379 @@
+"""The directories of one series on the disk: which are committed, which is the newest, what may be deleted.
+
+The truth is the newest directory whose manifest verifies; the link and the file beside it are hints. Nothing is deleted
+but what was begun here and never committed, and what is too old once a newer one is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import final
+
+from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
+from lightning_faulttolerant.checkpoint.atomic_file import (
+    find_leftovers,
+    fsync_directory,
+    is_alive,
+    make_directory,
+    temporary_name,
+)
+from lightning_faulttolerant.checkpoint.contents import verify_directory
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+
+_logger = logging.getLogger(__name__)
+
+# Whether a writer on another host is alive nobody here can know: it is taken for dead when it has been still this long.
+_ABANDONED_AFTER_SECONDS = 3600.0
+
+# What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
+_being_written: weakref.WeakValueDictionary[str, DirectorySeries] = weakref.WeakValueDictionary()
+
+
+class State(Enum):
+    """What a directory is, by its manifest."""
+
+    COMMITTED = "committed"  # its manifest says so; whether it verifies is another question
+    BEGUN = "begun"
+    EMPTY = "empty"  # no manifest, no file
+    FOREIGN = "foreign"  # files, and no manifest: of other software, or of cycling_utils
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A directory with a name of the series.
+
+    Args:
+        path: Where it is.
+        number: From its name.
+        is_forced: Whether it is kept for ever.
+    """
+
+    path: Path
+    number: int
+    is_forced: bool
+
+
+@final
+class DirectorySeries:
+    """The directories of one name, seen by the one process that writes or chooses among them.
+
+    Args:
+        output_directory: Absolute; made if it is missing.
+        name: What the names of the directories begin with.
+        verify: Whether contents are read before a directory is trusted; else only presence and sizes are compared.
+        fsync: Whether to wait for the disk.
+    """
+
+    def __init__(self, output_directory: Path, *, name: str, verify: bool = True, fsync: bool = True) -> None:
+        self.output_directory = output_directory
+        self.link = output_directory / f"{name}.latest_checkpoint"
+        self.pointer = output_directory / f"{name}.latest_checkpoint.txt"
+        self._name = name
+        self._verify = verify
+        self._fsync = fsync
+        begin = rf"{re.escape(name)}_checkpoint_(?P<number>[0-9]+)(?P<forced>_force)?"
+        self._current_name = re.compile(begin)
+        self._any_name = re.compile(rf"{begin}(\.(damaged|uncommitted)(-[0-9]+)?)?")
+        self._told: set[Path] = set()
+
+    def suffix(self, name: str) -> str | None:
+        """Return the number in a directory's name, with ``_force`` if it has that; None for other names."""
+        match = self._current_name.fullmatch(name)
+        return None if match is None else match["number"] + (match["forced"] or "")
+
+    def begin(self, *, forced: bool) -> Path:
+        """Make the next directory, marked as not committed.
+
+        Args:
+            forced: Keep it for ever.
+        """
+        make_directory(self.output_directory)
+        self._remove_leftovers()
+        self._set_unfinished_aside()
+        numbers = [int(match["number"]) for match in self._matches(self._any_name)]
+        number = 1 + max([*numbers, self._foreign_limit()])
+        path = self.output_directory / f"{self._name}_checkpoint_{number}{'_force' if forced else ''}"
+        # Under its name it has a manifest from the first moment: a directory without one is never ours.
+        temporary = self.output_directory / temporary_name(path.name)
+        try:
+            temporary.mkdir()
+            save_manifest(temporary, Manifest(owner=_this_process()), fsync=self._fsync)
+            os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to see
+                self._delete(temporary)
+            raise
+        self._sync()
+        _being_written[str(path)] = self
+        return path
+
+    def is_begun(self, path: Path) -> bool:
+        """Tell whether a directory may be committed: it was begun, by this process or in its sight, and not ended."""
+        return path.is_dir() and (_state(path) is State.BEGUN or str(path) in _being_written)
+
+    def finish(self, path: Path, *, keep_last: int) -> None:
+        """Make a directory that has just got its manifest the latest one, and delete those that are too many.
+
+        Args:
+            path: Committed.
+            keep_last: How many committed ones to keep; all if it is below 1.
+        """
+        _being_written.pop(str(path), None)
+        self._point_to(path)
+        if keep_last > 0:
+            self._prune(keep_last)
+
+    def drop(self, path: Path) -> None:
+        """Delete a directory that is not committed.
+
+        Args:
+            path: May be gone already.
+        """
+        if path.is_dir() and _state(path) is not State.COMMITTED:
+            self._delete(path)
+        _being_written.pop(str(path), None)
+
+    def committed(self) -> list[Entry]:
+        """List the directories that were committed, oldest first; none of them is read."""
+        limit = self._foreign_limit()
+        return [
+            entry
+            for entry, state in self._states()
+            if state is State.COMMITTED or (state is State.FOREIGN and entry.number <= limit)
+        ]
+
+    def recover(self) -> Path | None:
+        """Find the newest directory that verifies, set damaged newer ones aside, and let the link lead to it.
+
+        Returns:
+            The directory; None where there has never been one.
+
+        Raises:
+            NoValidCheckpointError: If there are directories, but none that can be taken.
+            OSError: If something can't be read or written.
+        """
+        make_directory(self.output_directory)
+        limit = self._foreign_limit()
+        newest = self._newest_valid(limit)
+        if newest is not None:
+            self._point_to(newest)
+            return newest
+        damaged = [match.string for match in self._matches(self._any_name) if ".damaged" in match.string]
+        foreign = [entry.path.name for entry, state in self._states() if state is State.FOREIGN]
+        if damaged:
+            raise NoValidCheckpointError(
+                f"There are checkpoints in {self.output_directory}, but none of them verifies: {', '.join(damaged)}. A "
+                "start from scratch would throw this run's work away without a word. Put a good copy back under its "
+                "name without '.damaged', or delete these directories to start from scratch."
+            )
+        if foreign and limit < 0:
+            raise NoValidCheckpointError(
+                f"There are checkpoints without manifests in {self.output_directory} ({', '.join(foreign)}), and the "
+                f"link {self.link.name}, which said which of them is complete, is gone. Make it again (ln -s <the "
+                f"complete directory> {self.link}), or move the directories away to start from scratch."
+            )
+        if self.link.is_symlink():
+            _logger.warning("%s leads to %s, and no checkpoint is left.", self.link, os.readlink(self.link))
+        return None
+
+    def _newest_valid(self, limit: int) -> Path | None:
+        tried: set[Path] = set()
+        while True:  # a writer may commit a directory and delete the one that is being looked at
+            entries = [entry for entry in self.committed() if entry.path not in tried]
+            if not entries:
+                return None
+            entry = entries[-1]
+            tried.add(entry.path)
+            try:
+                verification = verify_directory(entry.path, contents=self._verify)
+            except DamagedCheckpointError as damage:
+                if entry.path.is_dir() and _state(entry.path) is State.COMMITTED:
+                    aside = self._set_aside(entry.path, "damaged")
+                    _logger.warning("%s It was set aside as %s.", damage, aside)
+                continue
+            if verification.has_checksums:
+                return entry.path
+            if entry.number <= limit:
+                self._tell_unverified(entry.path)
+                return entry.path
+
+    def _tell_unverified(self, path: Path) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
+
+    def _foreign_limit(self) -> int:
+        # By the rule of cycling_utils, what has a number above that of the link is incomplete. Where the link is lost,
+        # our own directories tell: what was incomplete when the first of them was begun was set aside.
+        names = [_pointed_to(self.link), _pointed_to(self.pointer)]
+        names += [entry.path.name for entry, state in self._states() if state is State.COMMITTED]
+        matches = [self._current_name.fullmatch(name) for name in names if name is not None]
+        return max((int(match["number"]) for match in matches if match), default=-1)
+
+    def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        found = (pattern.fullmatch(name) for name in os.listdir(self.output_directory))
+        return sorted((match for match in found if match), key=lambda match: (int(match["number"]), match.string))
+
+    def _states(self) -> Iterator[tuple[Entry, State]]:
+        for match in self._matches(self._current_name):
+            path = self.output_directory / match.string
+            if path.is_dir() and not path.is_symlink():
+                entry = Entry(path=path, number=int(match["number"]), is_forced=bool(match["forced"]))
+                yield entry, _state(path)
+
+    def _remove_leftovers(self) -> None:
+        limit = self._foreign_limit()
+        for entry, state in list(self._states()):
+            if state is State.EMPTY and entry.number <= limit:  # a deletion was interrupted at its last step
+                with contextlib.suppress(OSError):
+                    entry.path.rmdir()
+            elif state is State.BEGUN and _is_abandoned(entry.path):
+                _logger.info("Removing %s, which a writer that is gone never committed", entry.path)
+                self._delete(entry.path)
+        for path, target in find_leftovers(self.output_directory):
+            if path.is_dir() and not path.is_symlink() and self._current_name.fullmatch(target):
+                self._delete(path)
+            elif target in (self.link.name, self.pointer.name):
+                path.unlink(missing_ok=True)
+
+    def _set_unfinished_aside(self) -> None:
+        limit = self._foreign_limit()
+        for entry, state in list(self._states()):
+            if state is State.FOREIGN and entry.number > limit and limit >= 0:
+                aside = self._set_aside(entry.path, "uncommitted")
+                _logger.warning("%s has no manifest and is newer than the latest. Set aside as %s.", entry.path, aside)
+
+    def _set_aside(self, path: Path, why: str) -> Path:
+        aside, number = path.with_name(f"{path.name}.{why}"), 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = path.with_name(f"{path.name}.{why}-{number}")
+        os.rename(path, aside)
+        self._sync()
+        return aside
+
+    def _prune(self, keep_last: int) -> None:
+        whole = [entry for entry, state in self._states() if state is State.COMMITTED and _has_all_files(entry.path)]
+        if len(whole) < keep_last:
+            return
+        oldest_kept = whole[-keep_last].number
+        for entry in self.committed():
+            if entry.number >= oldest_kept or entry.is_forced:
+                continue
+            if entry in whole or _state(entry.path) is State.FOREIGN:
+                # Half deleted it must look like one that was never committed.
+                save_manifest(entry.path, Manifest(owner=_this_process()), fsync=self._fsync)
+                self._delete(entry.path)
+
+    def _delete(self, path: Path) -> None:
+        # The manifest last: until then it says that the rest is not committed.
+        for folder, folders, names in _walk(path):
+            for name in names:
+                if Path(folder, name) != path / MANIFEST_NAME:
+                    os.unlink(os.path.join(folder, name))
+            for name in folders:
+                child = os.path.join(folder, name)
+                os.unlink(child) if os.path.islink(child) else os.rmdir(child)
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        path.rmdir()
+        self._sync()
+
+    def _point_to(self, path: Path) -> None:
+        if self.link.exists() and self.link.is_symlink() and os.path.samefile(self.link, path):
+            return
+        if self.link.is_dir() and not self.link.is_symlink():
+            raise CheckpointError(
+                f"{self.link} is a directory, not a link: a copy that follows links has made it. The latest checkpoint "
+                "can't be linked there. Move it away; the checkpoints themselves have other names."
+            )
+        atomic_write_bytes(f"{path.name}\n".encode(), self.pointer, fsync=self._fsync)
+        temporary = self.output_directory / temporary_name(self.link.name)
+        try:
+            # Absolute, so that os.readlink() alone is enough to open it, from wherever the process is.
+            os.symlink(path, temporary, target_is_directory=True)
+            os.replace(temporary, self.link)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            _logger.warning("There are no links on this file system (%s). The latest is in %s.", error, self.pointer)
+        self._sync()
+
+    def _sync(self) -> None:
+        if self._fsync:
+            fsync_directory(self.output_directory)
+
+
+def _state(path: Path) -> State:
+    try:
+        return State.COMMITTED if read_manifest(path).is_committed else State.BEGUN
+    except CheckpointError:
+        return State.COMMITTED  # damaged, or of a newer version: verifying will say so
+    except (FileNotFoundError, NotADirectoryError):
+        return State.FOREIGN if any(names for _, _, names in _walk(path)) else State.EMPTY
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return State.COMMITTED
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return os.walk(path, topdown=False, onerror=fail)
+
+
+def _has_all_files(path: Path) -> bool:
+    try:
+        verify_directory(path, contents=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        owner = read_manifest(path).owner or {}
+        paths = [os.path.join(folder, name) for folder, _, names in _walk(path) for name in (".", *names)]
+        last_change = max(os.lstat(changed).st_mtime for changed in paths)
+    except FileNotFoundError:  # its writer is at work, or another one removes it
+        return False
+    if owner.get("hostname") != _hostname():
+        return time.time() - last_change > _ABANDONED_AFTER_SECONDS
+    process_id = owner.get("process_id")
+    if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
+        return str(path) not in _being_written
+    return not (isinstance(process_id, int) and is_alive(process_id))
+
+
+def _pointed_to(path: Path) -> str | None:
+    try:
+        text = os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Path(text.strip()).name
+
+
+def _this_process() -> dict[str, str | int]:
+    return {"hostname": _hostname(), "process_id": os.getpid()}
+
+
+def _hostname() -> str:
+    return socket.gethostname().replace("/", "_")

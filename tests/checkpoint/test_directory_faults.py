@@ -1,0 +1,171 @@
+"""AtomicDirectory is killed, loses power or meets a failing disk at each of its steps: the last checkpoint stays."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant import AtomicDirectory
+from lightning_faulttolerant.checkpoint import verify_path
+from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, kill_after
+from lightning_faulttolerant.testing.steps import KINDS
+
+_CHANGES = set(KINDS) - {"list"}
+
+
+def _save(output: Path, number: int, *, force_save: bool = False, fsync: bool = False) -> None:
+    saver = AtomicDirectory(output, keep_last=1, fsync=fsync)
+    directory = saver.prepare_checkpoint_directory(force_save=force_save)
+    os.mkdir(os.path.join(directory, "shards"))
+    for name in ("number.txt", "shards/0.txt"):
+        Path(directory, name).write_text(str(number) * 100)
+    saver.symlink_latest(directory)
+
+
+def _number_in(directory: str | None) -> int | None:
+    if directory is None:
+        return None
+    assert verify_path(directory).has_checksums
+    texts = {Path(directory, name).read_text() for name in ("number.txt", "shards/0.txt")}
+    assert len(texts) == 1
+    return int(texts.pop()[0])
+
+
+def _in_child(main: Callable[[], None]) -> int:
+    process_id = os.fork()
+    if not process_id:
+        code = 1
+        try:
+            main()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+
+
+def _error_number(work: Callable[[], None]) -> int | None:
+    try:
+        work()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def _check_recovery(output: Path, possible: tuple[int | None, ...], *, at: int) -> int | None:
+    """A new process finds a whole checkpoint, by the saver and by the link, saves the next, and leaves no litter."""
+    saver = AtomicDirectory(output, keep_last=1)
+    found = _number_in(saver.latest())
+    assert found in possible, f"step {at}: {found}"
+    link = output / saver.symlink_name
+    assert link.exists() == (found is not None), f"step {at}"
+    assert found is None or _number_in(os.readlink(link)) == found
+    _save(output, 9)
+    assert _number_in(AtomicDirectory(output).latest()) == 9
+    names = sorted(name for name in os.listdir(output) if "latest_checkpoint" not in name and "_force" not in name)
+    assert len(names) == 1, f"step {at}: {names}"
+    return found
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_killed_at_each_step_the_last_checkpoint_stays(tmp_path, num_before):
+    """After SIGKILL behind any step, the checkpoint before or the new one must be the latest, whole and linked."""
+    found, at, exit_code = [], 0, -signal.SIGKILL
+    while exit_code == -signal.SIGKILL:
+        at += 1
+        output = tmp_path / str(at)
+        output.mkdir()
+        for number in range(num_before):
+            _save(output, number, force_save=number == 0)
+
+        def save(output=output, at=at):
+            with FaultyFiles(output, kill_after, kind=_CHANGES, at=at):
+                _save(output, 5, fsync=True)
+
+        exit_code = _in_child(save)
+        found.append(_check_recovery(output, (num_before - 1 if num_before else None, 5), at=at))
+        assert not num_before or (output / "AtomicDirectory_checkpoint_0_force").is_dir()
+        shutil.rmtree(output)
+    assert exit_code == 0
+    assert at > 30
+    # Before the commit it is the old one, from the commit on the new one, with one change between.
+    assert found == sorted(found, key=lambda number: number == 5)
+    assert set(found) == {num_before - 1 if num_before else None, 5}
+
+
+@pytest.mark.parametrize("keeps", ["synced", "names", "removals"])
+def test_power_lost_at_each_step_the_last_checkpoint_stays(tmp_path, keeps):
+    """Whatever a disk has kept, the checkpoint before or the new one must be whole; a finished save must be the new."""
+    at, has_lost = 0, True
+    while has_lost:
+        at += 5  # of these steps each fifth: the whole takes long
+        output = tmp_path / str(at)
+        output.mkdir()
+        _save(output, 1)
+
+        def save(output=output, at=at):
+            with PowerLoss(output, at=at, keeps=keeps) as power:
+                _save(output, 5, fsync=True)
+            os._exit(3 if power.has_lost else 0)
+
+        exit_code = _in_child(save)
+        assert exit_code in (0, 3)
+        has_lost = exit_code == 3
+        _check_recovery(output, (1, 5) if has_lost else (5,), at=at)
+        shutil.rmtree(output)
+
+
+@pytest.mark.parametrize(("number", "start"), [(errno.ENOSPC, 1), (errno.EIO, 2)])
+def test_error_at_each_step_is_raised_and_the_last_checkpoint_stays(tmp_path, number, start):
+    """A disk that is full or bad must be heard of wherever it happens, and cost at most the new checkpoint."""
+    at, failed = start, True
+    while failed:
+        output = tmp_path / str(at)
+        output.mkdir()
+        _save(output, 1)
+        files = FaultyFiles(output, fail_with(number), at=at)
+        with files:
+            failed = _error_number(lambda output=output: _save(output, 5, fsync=True)) is not None
+        assert failed or len(files.steps) < at, files.steps[at - 1]
+        _check_recovery(output, (1, 5) if failed else (5,), at=at)
+        shutil.rmtree(output)
+        at += 2
+    assert at > 60
+
+
+def test_reader_beside_a_writer_finds_a_whole_checkpoint_each_time(tmp_path):
+    """While another process saves and deletes without a pause, a reader must find a checkpoint, and damage nothing."""
+    _save(tmp_path, 1)
+
+    def save_on():
+        for number in range(2, 9):
+            for _ in range(4):
+                _save(tmp_path, number)
+
+    process_id = os.fork()
+    if not process_id:
+        code = 1
+        try:
+            save_on()
+            code = 0
+        finally:
+            os._exit(code)
+    last, num_looks = 0, 0
+    while not (ended := os.waitpid(process_id, os.WNOHANG))[0]:
+        latest = AtomicDirectory(tmp_path).latest()
+        assert latest is not None
+        with contextlib.suppress(FileNotFoundError):  # deleted since
+            number = int(Path(latest, "number.txt").read_text()[0])
+            assert number >= last
+            last = number
+        num_looks += 1
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    assert num_looks > 10
+    assert not any("damaged" in name for name in os.listdir(tmp_path))
+    assert _number_in(AtomicDirectory(tmp_path).latest()) == 8
