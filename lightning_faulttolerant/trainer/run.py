@@ -73,13 +73,9 @@ class Run:
         self._has_ended = False
         self._store = open_store(directory)
         self._lock = open_lock(directory)
+        self._store.listing()  # before the lock: stores say more of what is wrong with a listing
         self._lock.acquire()
-        try:
-            self._store.listing()  # so that a missing right to list is found out now
-            self._store.abort_uploads()
-        except BaseException:
-            self._lock.release()
-            raise
+        self._store.abort_uploads()
         _call_at_exit(self._end, is_remote=is_url(directory))
 
     def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
