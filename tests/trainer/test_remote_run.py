@@ -85,6 +85,7 @@ def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch:
 
 SCRIPT = """
 import sys
+import fsspec
 from lightning_faulttolerant.trainer.run import open_run
 run = open_run(sys.argv[1], "run")
 run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
@@ -93,6 +94,8 @@ if sys.argv[2] == "raises":
 if sys.argv[2] == "stops":
     sys.exit(143)
 run.end_fit()
+if sys.argv[2] == "ends later":  # when its connections have been closed, and the host is to be looked up again
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
 """
 
 
@@ -101,9 +104,10 @@ def end_of(s3: str, how: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT, s3, how], capture_output=True, text=True, timeout=60)
 
 
-def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str) -> None:
+@pytest.mark.parametrize("how", ["ends", "ends later"])
+def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str, how: str) -> None:
     """A process that came to its normal end leaves nothing in the store, and prints nothing at its exit."""
-    ended = end_of(s3, "ends")
+    ended = end_of(s3, how)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert open_store(s3).names() == []
 
