@@ -85,7 +85,11 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, num_files: int) -> 
     for number in range(num_files):
         save(tmp_path / f"{number:03d}-{'x' * 200}.ckpt")
     with subprocess.Popen(
-        [*MODULE, "list", "--no-verify", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*MODULE, "list", "--no-verify", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -155,6 +155,7 @@ STRANGE = {
     "a list": [1, 2],
     "a tensor": torch.zeros(3),
     "keys of all kinds": {1: 2, (3, 4): 5, None: float("nan"), "part": float("inf")},
+    "numbers that JSON has not": checkpoint(run=float("nan"), origin=float("-inf")),
     "our part is a list": {"lightning_faulttolerant": [1]},
     "our part is empty": {"lightning_faulttolerant": {}},
     "ranks are numbers": checkpoint(ranks=[1, 2], position=3, opaque="x", fingerprint=[], inexact="no", behind=7),
@@ -182,9 +183,9 @@ def test_strange_files_are_shown_all_the_same(tmp_path: Path, capsys: Capture, c
 
 
 def test_a_structure_without_an_end_is_cut(tmp_path: Path, capsys: Capture) -> None:
-    """Values that hold themselves, and lists of lists that would unfold to billions, are cut where it is enough."""
+    """Values that hold themselves, and lists of lists that would unfold to half a million, are cut where it is enough."""
     bomb: list[object] = ["x"]
-    for _ in range(60):
+    for _ in range(18):
         bomb = [bomb, bomb]
     circle: list[object] = []
     circle.append(circle)
@@ -192,7 +193,7 @@ def test_a_structure_without_an_end_is_cut(tmp_path: Path, capsys: Capture) -> N
     torch.save(checkpoint(fingerprint={"bomb": bomb, "circle": circle}), path)
     found = call(capsys, "inspect", path, "--json")
     assert found.status == 0
-    assert len(found.out) < 50_000_000
+    assert len(found.out) < 12_000_000
     assert call(capsys, "inspect", path).status == 0
 
 
