@@ -170,12 +170,13 @@ def test_process_that_was_asleep_does_not_write_over_its_successor(
 
 def test_dead_process_of_another_host_is_waited_for(remote_url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody here can tell whether a process of another host is alive: it has the time of its lease to show it."""
-    put_lock(remote_url, hostname="elsewhere", process_id=1)
+    process_id = dead_process_id()
+    put_lock(remote_url, hostname="elsewhere", process_id=process_id)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING), RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
         assert time.monotonic() - began >= LEASE_SECONDS
         held.check()
-    assert "was not renewed by process 1 on elsewhere: it is taken over" in caplog.text
+    assert f"was not renewed by process {process_id} on elsewhere: it is taken over" in caplog.text
 
 
 def test_renewal_on_another_host_keeps_the_newcomer_out(remote_url: str) -> None:

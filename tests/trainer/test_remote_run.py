@@ -121,6 +121,22 @@ def test_autosaves_stay_and_the_lock_goes_when_the_run_is_not_done(s3: str, how:
     assert len(open_store(f"{s3}/run/fit-1").names()) == 1
 
 
+def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:
+    """A run whose lock is gone fails at its next save, before it writes over what another one has there now."""
+
+    class LosesTheLock(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                [name] = open_store(s3).names()
+                open_store(f"{s3}/{name}").delete("run.lock")
+
+    ended = run(lambda: fit_net([FaultTolerance(s3, every_n_train_steps=1), LosesTheLock()], tmp_path))
+    assert ended.exit_code == 1
+    assert "RunInUseError: The lock of this run" in ended.output
+    [name] = open_store(s3).names()
+    assert open_store(f"{s3}/{name}/fit-1").names()[-1].endswith("-epoch=0-batch=3.ckpt")
+
+
 def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endpoint: str) -> None:
     """Parts that a killed process has left in the run's own directory go with the next start, those of others stay."""
     from tests.s3 import client
