@@ -88,6 +88,7 @@ class DirectorySeries:
         self._current_name = re.compile(begin)
         self._any_name = re.compile(rf"{begin}(\.(damaged|uncommitted)(-[0-9]+)?)?")
         self._told: set[Path] = set()
+        self._known: dict[Path, tuple[tuple[int, int, int], State]] = {}
 
     def suffix(self, name: str) -> str | None:
         """Return the number in a directory's name, with ``_force`` if it has that; None for other names."""
@@ -101,10 +102,12 @@ class DirectorySeries:
             forced: Keep it for ever.
         """
         make_directory(self.output_directory)
-        self._remove_leftovers()
-        self._set_unfinished_aside()
+        states = list(self._states())
+        limit = self._foreign_limit(states)
+        self._remove_leftovers(states, limit)
+        self._set_unfinished_aside(states, limit)
         numbers = [int(match["number"]) for match in self._matches(self._any_name)]
-        number = 1 + max([*numbers, self._foreign_limit()])
+        number = 1 + max([*numbers, limit])
         path = self.output_directory / f"{self._name}_checkpoint_{number}{'_force' if forced else ''}"
         # Under its name it has a manifest from the first moment: a directory without one is never ours.
         temporary = self.output_directory / temporary_name(path.name)
@@ -148,10 +151,11 @@ class DirectorySeries:
 
     def committed(self) -> list[Entry]:
         """List the directories that were committed, oldest first; none of them is read."""
-        limit = self._foreign_limit()
+        states = list(self._states())
+        limit = self._foreign_limit(states)
         return [
             entry
-            for entry, state in self._states()
+            for entry, state in states
             if state is State.COMMITTED or (state is State.FOREIGN and entry.number <= limit)
         ]
 
@@ -166,7 +170,7 @@ class DirectorySeries:
             OSError: If something can't be read or written.
         """
         make_directory(self.output_directory)
-        limit = self._foreign_limit()
+        limit = self._foreign_limit(list(self._states()))
         newest = self._newest_valid(limit)
         if newest is not None:
             self._point_to(newest)
@@ -215,13 +219,13 @@ class DirectorySeries:
             self._told.add(path)
             _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
 
-    def _foreign_limit(self) -> int:
+    def _foreign_limit(self, states: list[tuple[Entry, State]]) -> int:
         # By the rule of cycling_utils, what has a number above that of the link is incomplete. Where the link is lost,
         # our own directories tell: what was incomplete when the first of them was begun was set aside.
         names = [_pointed_to(self.link), _pointed_to(self.pointer)]
-        names += [entry.path.name for entry, state in self._states() if state is State.COMMITTED]
         matches = [self._current_name.fullmatch(name) for name in names if name is not None]
-        return max((int(match["number"]) for match in matches if match), default=-1)
+        numbers = [int(match["number"]) for match in matches if match]
+        return max([*numbers, *(entry.number for entry, state in states if state is State.COMMITTED)], default=-1)
 
     def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         found = (pattern.fullmatch(name) for name in os.listdir(self.output_directory))
@@ -232,11 +236,22 @@ class DirectorySeries:
             path = self.output_directory / match.string
             if path.is_dir() and not path.is_symlink():
                 entry = Entry(path=path, number=int(match["number"]), is_forced=bool(match["forced"]))
-                yield entry, _state(path)
+                yield entry, self._state_of(path)
 
-    def _remove_leftovers(self) -> None:
-        limit = self._foreign_limit()
-        for entry, state in list(self._states()):
+    def _state_of(self, path: Path) -> State:
+        # A series of thousands is listed at each save: a manifest that is the same file is not read again.
+        try:
+            found = os.stat(path / MANIFEST_NAME)
+        except OSError:
+            return _state(path)
+        mark = found.st_ino, found.st_mtime_ns, found.st_size
+        known = self._known.get(path)
+        if known is None or known[0] != mark:
+            known = self._known[path] = mark, _state(path)
+        return known[1]
+
+    def _remove_leftovers(self, states: list[tuple[Entry, State]], limit: int) -> None:
+        for entry, state in states:
             if state is State.EMPTY and entry.number <= limit:  # a deletion was interrupted at its last step
                 with contextlib.suppress(OSError):
                     entry.path.rmdir()
@@ -249,9 +264,8 @@ class DirectorySeries:
             elif target in (self.link.name, self.pointer.name):
                 path.unlink(missing_ok=True)
 
-    def _set_unfinished_aside(self) -> None:
-        limit = self._foreign_limit()
-        for entry, state in list(self._states()):
+    def _set_unfinished_aside(self, states: list[tuple[Entry, State]], limit: int) -> None:
+        for entry, state in states:
             if state is State.FOREIGN and entry.number > limit and limit >= 0:
                 aside = self._set_aside(entry.path, "uncommitted")
                 _logger.warning("%s has no manifest and is newer than the latest. Set aside as %s.", entry.path, aside)
@@ -324,11 +338,18 @@ def _state(path: Path) -> State:
     except CheckpointError:
         return State.COMMITTED  # damaged, or of a newer version: verifying will say so
     except (FileNotFoundError, NotADirectoryError):
-        return State.FOREIGN if any(names for _, _, names in _walk(path)) else State.EMPTY
+        return State.FOREIGN if _has_files(path) else State.EMPTY
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return State.COMMITTED
+
+
+def _has_files(path: Path) -> bool:
+    try:
+        return any(names for _, _, names in _walk(path))
+    except FileNotFoundError:  # its writer deletes it
+        return False
 
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:

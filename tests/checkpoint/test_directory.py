@@ -312,6 +312,17 @@ def test_user_who_empties_the_directory_can_still_commit(tmp_path):
     assert content_of(AtomicDirectory(tmp_path).latest()) == "0"
 
 
+def test_output_directory_may_be_a_link(tmp_path):
+    """A path that leads to the prepared directory in another way must be accepted, the user may have resolved it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    saver = AtomicDirectory(tmp_path / "out")
+    directory = saver.prepare_checkpoint_directory()
+    Path(directory, "content.txt").write_text("0")
+    saver.symlink_latest(os.path.realpath(directory) + "/")
+    assert saver.latest() == directory
+
+
 def _begin(path: Path, *, hostname: str, process_id: int) -> Path:
     path.mkdir(parents=True)
     (path / "content.txt").write_text("half")
