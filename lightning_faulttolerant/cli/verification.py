@@ -71,4 +71,6 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
         if not files and not what.problems:
             yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
         for file in files:
-            yield file.path, verdict_of(file.path)
+            checked = verdict_of(file.path)
+            if checked.word != verdict.MISSING:  # a run that goes on meanwhile deletes its old autosaves
+                yield file.path, checked
