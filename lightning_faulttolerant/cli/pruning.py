@@ -143,7 +143,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
     """Return the autosaves of each series, with those that were superseded in it."""
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
-        if file.kind not in (found.CHECKPOINT, found.DIRECTORY) and not file.is_link:
+        if file.kind != found.CHECKPOINT and not file.is_link and not file.is_directory:
             folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
             series.setdefault(folder, []).append(file)
     return series
