@@ -104,7 +104,9 @@ def test_without_verifying_the_tensors_are_not_read(tmp_path: Path, capsys: Capt
     assert [entry["state"] for entry in json.loads(found.out)["checkpoints"]] == ["not verified", "damaged"]
 
 
-def test_a_directory_with_a_manifest_is_one_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+def test_a_directory_with_a_manifest_is_one_checkpoint(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A committed directory stands in one line, whatever files are in it, and is verified by its manifest."""
     save(tmp_path / "sharded" / "a.ckpt")
     save(tmp_path / "sharded" / "b.ckpt")
@@ -113,6 +115,9 @@ def test_a_directory_with_a_manifest_is_one_checkpoint(tmp_path: Path, capsys: C
     found = call(capsys, "list", tmp_path, "--json")
     [entry] = json.loads(found.out)["checkpoints"]
     assert (entry["path"], entry["kind"], entry["state"]) == (str(tmp_path / "sharded"), "directory", "verified")
+    monkeypatch.chdir(tmp_path / "sharded")
+    [itself] = json.loads(call(capsys, "list", ".", "--json").out)["checkpoints"]
+    assert itself == entry
     (tmp_path / "sharded" / "b.ckpt").unlink()
     [entry] = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
     assert entry["state"] == "damaged"

@@ -120,7 +120,9 @@ def test_a_directory_that_was_set_aside_is_passed_over(tmp_path: Path, capsys: C
     [aside] = tmp_path.glob("*.damaged")
     assert call(capsys, "verify", tmp_path).status == 0
     assert "damaged, set aside" in call(capsys, "list", tmp_path).out
-    call(capsys, "prune", tmp_path, "--keep-last", 1, "--damaged")
+    save_series(tmp_path, 2)
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1, "--damaged")
+    assert (found.status, found.lines[-1].partition(",")[0]) == (0, "1 autosave deleted")
     assert aside.is_dir()
 
 
