@@ -168,7 +168,7 @@ def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True
     """Compare a directory with its manifest: each file's presence, size and CRC32.
 
     A file that the manifest does not name is no damage, whoever put it there: not a byte of what was saved has changed.
-    It is reported in ``extra_files``.
+    It is reported in ``extra_files``; of a URL, only what is directly in it is looked at.
 
     Args:
         directory: A directory, or the URL of one.
@@ -231,12 +231,16 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
         raise DamagedCheckpointError(
             describe_damage(directory, f"{len(reasons)} of {len(manifest.files)} files are not as written: {shown}")
         )
+    try:
+        extra_files = _extra_files(directory, manifest)
+    except (FileNotFoundError, NotADirectoryError) as error:  # it has just been deleted
+        raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
     return Verification(
         path=os.fspath(directory),
         has_checksums=True,
         num_files=len(manifest.files),
         num_bytes=sum(entry.size_bytes for entry in manifest.files.values()),
-        extra_files=tuple(_extra_files(directory, manifest)),
+        extra_files=tuple(extra_files),
     )
 
 

@@ -25,6 +25,8 @@ _AUTOSAVE_NAME = re.compile(
     r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)\.ckpt(?P<damaged>\.damaged)?"
 )
 _SUPERSEDED_NAME = re.compile(r"superseded-\d{4,}-.+")
+# As AtomicDirectory renames them.
+_DIRECTORY_ASIDE = re.compile(r".+_checkpoint_\d+(_force)?\.(damaged|uncommitted)(-\d+)?")
 _SUFFIX = ".ckpt"
 
 
@@ -57,7 +59,7 @@ class FoundFile:
     def kind(self) -> str:
         """What it is, as far as its name and directory say."""
         if self.is_directory:
-            return DIRECTORY
+            return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
         match = _AUTOSAVE_NAME.fullmatch(self.name)
         if match is None:
             return CHECKPOINT
@@ -147,10 +149,12 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
 
 
 def _local_directory(folder: str) -> FoundFile:
-    parent, name = os.path.split(os.path.abspath(folder))
+    parent, name = os.path.split(folder.rstrip("/"))
+    if name in ("", ".", ".."):
+        parent, name = os.path.split(os.path.abspath(folder))
     statuses = [os.lstat(os.path.join(inner, file)) for inner, _, files in os.walk(folder) for file in files]
     return FoundFile(
-        folder=parent,
+        folder=parent or ".",
         name=name,
         num_bytes=sum(status.st_size for status in statuses),
         saved_at=os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime,

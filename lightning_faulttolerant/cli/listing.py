@@ -26,9 +26,9 @@ Each file is read whole and verified by its checksums; --no-verify reads only wh
 """
 EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": written without, nothing was compared;
-"set aside": an autosave that was found damaged before; "superseded": an autosave of a run that was started anew from
-another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP optimizer steps; RANKS is the
-number of processes of the run ("-": the file does not say).
+"set aside": it was found damaged before; "not committed": a directory that its writer has not completed; "superseded":
+an autosave of a run that was started anew from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of
+that epoch, STEP optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
 
 Exit status: 0 checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
 """
@@ -100,10 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     what = found.find_checkpoints(arguments.directory)
-    folders = {
-        folder: [_row(file, verify=not arguments.no_verify) for file in files]
-        for folder, files in what.by_folder().items()
-    }
+    folders = {}
+    for folder, files in what.by_folder().items():
+        of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
+        # A run that goes on meanwhile deletes its old autosaves.
+        folders[folder] = [row for row in of_folder if row.verdict.word != verdict.MISSING]
     rows = [row for of_folder in folders.values() for row in of_folder]
     if arguments.json:
         print(json.dumps({"checkpoints": [row.as_json() for row in rows], "problems": what.problems}, indent=2))
@@ -134,7 +135,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
     content, problem = (None, None) if file.is_directory else _content(file)
     if file.kind == found.SET_ASIDE:
         checked = Verdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
-    elif problem is not None and problem.word == verdict.UNREADABLE:
+    elif problem is not None and problem.word in (verdict.UNREADABLE, verdict.MISSING):
         checked = problem
     elif verify:
         checked = verdict.verdict_of(file.path)
@@ -158,6 +159,8 @@ def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
     try:
         with remote_errors(file.path), open_file(file.path) as opened:
             return read_summary(opened, name=file.name).content, None
+    except FileNotFoundError:
+        return None, Verdict(word=verdict.MISSING)
     except DamagedCheckpointError as error:
         return None, Verdict(word=verdict.DAMAGED, reason=reason_of(error))
     except FaultToleranceError as error:

@@ -143,7 +143,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
     """Return the autosaves of each series, with those that were superseded in it."""
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
-        if file.kind not in (found.CHECKPOINT, found.DIRECTORY) and not file.is_link:
+        if file.kind != found.CHECKPOINT and not file.is_link and not file.is_directory:
             folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
             series.setdefault(folder, []).append(file)
     return series
@@ -161,7 +161,9 @@ def _parent(folder: str) -> str:
 
 def _print_plan(folder: str, plan: _Plan, arguments: argparse.Namespace) -> None:
     verb = "would delete" if arguments.dry_run else "deleted"
-    print(f"{safe(folder)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
+    is_relative = not is_url(folder) and not os.path.isabs(local_path(arguments.directory))
+    shown = os.path.relpath(folder) if is_relative else folder
+    print(f"{safe(shown)}: {len(plan.kept)} kept, {len(plan.deleted)} {verb}")
     for file in plan.deleted:
         print(f"  {verb} {safe(os.path.relpath(file.path, folder))}, {size_text(file.num_bytes)}")
     if not plan.kept and (plan.damaged or plan.unreadable):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
-from lightning_faulttolerant.checkpoint.contents import verify_directory_if_any
+from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
+from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.checkpoint.store import open_file
 from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
 from lightning_faulttolerant.cli.text import safe, size_text
@@ -18,6 +19,7 @@ from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranc
 VERIFIED = "verified"
 DAMAGED = "damaged"
 MISSING = "missing"
+NOT_COMMITTED = "not committed"
 NO_CHECKSUMS = "no checksums"
 UNREADABLE = "unreadable"
 NOT_VERIFIED = "not verified"
@@ -46,7 +48,7 @@ class Verdict:
     @property
     def is_bad(self) -> bool:
         """Whether something is known to be wrong."""
-        return self.word in (DAMAGED, MISSING)
+        return self.word in (DAMAGED, MISSING, NOT_COMMITTED)
 
     def __str__(self) -> str:
         return f"{self.word}: {self.reason}" if self.reason else self.word
@@ -74,9 +76,17 @@ def _verdict_of_path(path: str) -> Verdict:
         with open_file(path) as file:
             return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
     except (FileNotFoundError, IsADirectoryError):
-        verification = verify_directory_if_any(path)
-    if verification is None:
+        return _verdict_of_directory(path)
+
+
+def _verdict_of_directory(path: str) -> Verdict:
+    try:
+        manifest = read_manifest(path)
+    except (FileNotFoundError, NotADirectoryError):
         return Verdict(word=MISSING, reason="there is no such file")
+    if not manifest.is_committed:
+        return Verdict(word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} has begun it, and died or still writes")
+    verification = verify_directory(path)
     extra = len(verification.extra_files)
     reason = f"{extra} file{'s' if extra > 1 else ''} beside it not in its manifest" if extra else ""
     return Verdict(word=VERIFIED, reason=reason)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.cli import found, verdict
 from lightning_faulttolerant.cli.errors import reason_of
+from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.cli.verdict import Verdict, verdict_of
 from lightning_faulttolerant.errors import FaultToleranceError
 
 DESCRIPTION = """\
 Verify checkpoints by the checksums in them. PATH is a file, a directory with a manifest, any other directory (all
-checkpoints below it; autosaves that were set aside as damaged are passed over), or the URL of one. One line each.
+checkpoints below it; what was set aside as damaged, and directories that were never committed, are passed over), or the
+URL of one. One line each.
 
 Each byte is read, nothing is loaded.
 """
 EPILOG = """\
-Exit status: 0 all are verified, 1 one or more are damaged or missing, 2 wrong usage, or one or more can't be read
-(permission, credentials, network) and none is known to be damaged. A file that was written without checksums can't be
-verified: it counts as 0, with --strict as 1.
+Exit status: 0 all are verified, 1 one or more are damaged, missing or not committed, 2 wrong usage, or one or more
+can't be read (permission, credentials, network) and none is known to be damaged. A file that was written without
+checksums can't be verified: it counts as 0, with --strict as 1.
 """
 
 
@@ -67,8 +71,21 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
             continue
         for problem in what.problems:
             yield path, Verdict(word=verdict.UNREADABLE, reason=problem)
+        if len(what.files) == 1 and _is_at(what.files[0], path):
+            yield path, verdict_of(path)
+            continue
         files = [file for file in what.files if file.kind != found.SET_ASIDE]
         if not files and not what.problems:
             yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
         for file in files:
-            yield file.path, verdict_of(file.path)
+            checked = verdict_of(file.path)
+            # A run that goes on meanwhile deletes its old autosaves, and has begun new directories.
+            if checked.word not in (verdict.MISSING, verdict.NOT_COMMITTED):
+                yield file.path, checked
+
+
+def _is_at(file: FoundFile, path: str) -> bool:
+    """Return whether what was found below a path is what is at the path: a directory with a manifest."""
+    if is_url(path):
+        return file.is_directory and file.path == path.rstrip("/")
+    return file.is_directory and os.path.abspath(file.path) == os.path.abspath(local_path(path))

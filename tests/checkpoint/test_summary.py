@@ -156,6 +156,12 @@ def test_what_is_no_checkpoint_is_refused(make: Callable[[], io.BytesIO]) -> Non
         read_summary(make(), name="the file")
 
 
+def test_a_compressed_record_is_refused_as_such() -> None:
+    """The reason given for a compressed pickle is that it is compressed, not what its bytes look like."""
+    with pytest.raises(DamagedCheckpointError, match=r"record archive/data\.pkl is compressed"):
+        read_summary(rewritten(_compressed), name="the file")
+
+
 def test_the_old_format_is_not_called_damaged() -> None:
     """The format of torch from before 1.6 can't be looked into, which is not damage."""
     with pytest.raises(CheckpointError, match=r"before 1\.6") as caught:

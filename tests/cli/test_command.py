@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -78,16 +79,22 @@ def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> No
     assert "usage: " in found.err
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_files", [1, 300], ids=["before anything is written", "in the middle"])
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, num_files: int) -> None:
     """Where nobody reads the output any more, as behind ``| head``, there is no traceback."""
-    for number in range(300):
+    for number in range(num_files):
         save(tmp_path / f"{number:03d}-{'x' * 200}.ckpt")
     with subprocess.Popen(
-        [*MODULE, "verify", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*MODULE, "list", "--no-verify", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert process.stdout.readline().endswith(": verified\n")
+        if num_files > 1:
+            assert process.stdout.readline() == f"{tmp_path}\n"
         process.stdout.close()
         error = process.stderr.read()
         assert process.wait(timeout=60) == 141
@@ -135,3 +142,15 @@ def test_a_directory_that_may_not_be_read_is_an_error(
         assert (found.status, found.out) == (2, "")
         assert found.err == f"lightning-faulttolerant: {tmp_path}: Permission denied\n"
     assert call(capsys, "verify", tmp_path).status == 2
+
+
+def test_the_documentation_names_each_option_and_exit_status(capsys: Capture) -> None:
+    """The page on the command line has a section for each command, with all its options and its exit status."""
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    sections = {section.split("\n", 1)[0]: section for section in page.split("\n## ")[1:]}
+    for command in COMMANDS:
+        options = set(re.findall(r"--[a-z-]+", call(capsys, command, "--help").out)) - {"--help"}
+        assert options, command
+        assert {option for option in options if option not in sections[command]} == set()
+        assert f"$ lightning-faulttolerant {command} " in sections[command]
+        assert "Exit status: 0 " in sections[command]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from lightning_faulttolerant.cli import found as finding
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 
 Capture = pytest.CaptureFixture[str]
@@ -103,14 +104,20 @@ def test_without_verifying_the_tensors_are_not_read(tmp_path: Path, capsys: Capt
     assert [entry["state"] for entry in json.loads(found.out)["checkpoints"]] == ["not verified", "damaged"]
 
 
-def test_a_directory_with_a_manifest_is_one_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+def test_a_directory_with_a_manifest_is_one_checkpoint(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A committed directory stands in one line, whatever files are in it, and is verified by its manifest."""
     save(tmp_path / "sharded" / "a.ckpt")
     save(tmp_path / "sharded" / "b.ckpt")
+    save(tmp_path / "sharded" / "inner" / "c.ckpt")
     write_manifest(tmp_path / "sharded")
     found = call(capsys, "list", tmp_path, "--json")
     [entry] = json.loads(found.out)["checkpoints"]
     assert (entry["path"], entry["kind"], entry["state"]) == (str(tmp_path / "sharded"), "directory", "verified")
+    monkeypatch.chdir(tmp_path / "sharded")
+    [itself] = json.loads(call(capsys, "list", ".", "--json").out)["checkpoints"]
+    assert itself == entry
     (tmp_path / "sharded" / "b.ckpt").unlink()
     [entry] = json.loads(call(capsys, "list", tmp_path, "--json").out)["checkpoints"]
     assert entry["state"] == "damaged"
@@ -162,6 +169,26 @@ def test_a_dangling_link_is_reported_and_the_rest_listed(tmp_path: Path, capsys:
     assert found.status == 2
     assert "last.ckpt" in found.err
     assert row(found.lines, "a.ckpt")[-1].strip() == "verified"
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["list", "--no-verify"], ["verify"]], ids=" ".join)
+def test_a_file_that_is_deleted_meanwhile_is_no_error(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """An autosave that a running training deletes between finding and reading is left out."""
+    first, second = save_series(tmp_path, 2)
+    find = finding.find_checkpoints
+
+    def find_and_delete(directory: str) -> finding.Found:
+        what = find(directory)
+        Path(first).unlink()
+        return what
+
+    monkeypatch.setattr(finding, "find_checkpoints", find_and_delete)
+    result = call(capsys, *arguments, tmp_path)
+    assert (result.status, result.err) == (0, "")
+    assert Path(second).name in result.out
+    assert Path(first).name not in result.out
 
 
 def test_names_can_not_speak_to_the_terminal(tmp_path: Path, capsys: Capture) -> None:

@@ -32,6 +32,7 @@ def test_the_newest_of_each_fit_are_kept(tmp_path: Path, capsys: Capture) -> Non
     found = call(capsys, "prune", tmp_path, "--keep-last", 2)
     assert (found.status, found.err) == (0, "")
     assert names(tmp_path) == autosaves(3, 4) + autosaves(1, folder="run/fit-2/")
+    assert found.lines[0] == f"{tmp_path}/run/fit-1: 2 kept, 2 deleted"
     assert all(f"deleted {Path(path).name}" in found.out for path in paths[:2])
     assert found.lines[-1] == f"2 autosaves deleted, {freed / 1000:.3g} kB"
 
@@ -95,10 +96,14 @@ def test_files_of_others_are_never_deleted(tmp_path: Path, capsys: Capture) -> N
     assert left == {*others, Path(paths[2]).name, "autosave-00000000-epoch=0-batch=0.ckpt"}
 
 
-def test_a_dry_run_says_the_same_and_deletes_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_a_dry_run_says_the_same_and_deletes_nothing(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With --dry-run nothing is written or deleted, and the same files are named."""
     save_series(tmp_path / "run" / "fit-1", 3)
     before = names(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "prune", "run", "--keep-last", 1, "--dry-run").lines[0] == "run/fit-1: 1 kept, 2 would delete"
     dry = call(capsys, "prune", tmp_path, "--keep-last", 1, "--dry-run")
     assert (dry.status, names(tmp_path)) == (0, before)
     assert dry.lines[-1].startswith("2 autosaves would be deleted, ")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
 from tests.cli.checkpoints import call, flip, foreign, save, save_series
 
 Capture = pytest.CaptureFixture[str]
@@ -68,13 +70,19 @@ def test_without_checksums_is_a_word_of_its_own_and_strict_refuses_it(tmp_path: 
     assert call(capsys, "verify", "--quiet", path).out == found.out
 
 
-def test_a_directory_is_verified_by_its_manifest(tmp_path: Path, capsys: Capture) -> None:
+def test_a_directory_is_verified_by_its_manifest(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A committed directory is one line; a changed byte in it is damage; a file more is not, and is mentioned."""
     folder = tmp_path / "sharded"
     folder.mkdir()
     (folder / "weights.bin").write_bytes(b"123")
     write_manifest(folder)
     assert call(capsys, "verify", folder).lines == [f"{folder}: verified"]
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "verify", "sharded").lines == ["sharded: verified"]
+    monkeypatch.chdir(folder)
+    assert call(capsys, "verify", ".").lines == [".: verified"]
     (folder / "notes").write_text("hello")
     found = call(capsys, "verify", folder)
     assert (found.status, found.lines) == (0, [f"{folder}: verified: 1 file beside it not in its manifest"])
@@ -82,6 +90,40 @@ def test_a_directory_is_verified_by_its_manifest(tmp_path: Path, capsys: Capture
     found = call(capsys, "verify", folder)
     assert found.status == 1
     assert "weights.bin has CRC32" in found.out
+
+
+def test_a_directory_that_was_never_committed_is_no_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    """What AtomicDirectory has begun is not called damaged: passed over below a directory, bad if it is named."""
+    saver = AtomicDirectory(tmp_path, is_master=True)
+    begun = Path(saver.prepare_checkpoint_directory())
+    (begun / "weights.bin").write_bytes(b"123")
+    save(tmp_path / "a.ckpt")
+    found = call(capsys, "verify", tmp_path)
+    assert (found.status, found.lines) == (0, [f"{tmp_path}/a.ckpt: verified"])
+    found = call(capsys, "verify", begun)
+    assert found.status == 1
+    assert found.out.startswith(f"{begun}: not committed: process {os.getpid()} on ")
+    assert "not committed" in call(capsys, "list", tmp_path).out
+    saver.symlink_latest(begun)
+    assert call(capsys, "verify", begun).lines == [f"{begun}: verified"]
+
+
+def test_a_directory_that_was_set_aside_is_passed_over(tmp_path: Path, capsys: Capture) -> None:
+    """A committed directory that AtomicDirectory has renamed as damaged is listed as set aside, and never pruned."""
+    saver = AtomicDirectory(tmp_path, is_master=True)
+    for content in (b"123", b"456"):
+        folder = Path(saver.prepare_checkpoint_directory())
+        (folder / "weights.bin").write_bytes(content)
+        saver.symlink_latest(folder)
+    (folder / "weights.bin").write_bytes(b"457")
+    AtomicDirectory(tmp_path, is_master=True).latest()
+    [aside] = tmp_path.glob("*.damaged")
+    assert call(capsys, "verify", tmp_path).status == 0
+    assert "damaged, set aside" in call(capsys, "list", tmp_path).out
+    save_series(tmp_path, 2)
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1, "--damaged")
+    assert (found.status, found.lines[-1].partition(",")[0]) == (0, "1 autosave deleted")
+    assert aside.is_dir()
 
 
 def test_what_was_set_aside_is_passed_over_unless_it_is_named(tmp_path: Path, capsys: Capture) -> None:
