@@ -197,6 +197,15 @@ def test_bytes_are_on_the_disk_before_the_name(tmp_path):
         _assert_holds(tmp_path / "a.ckpt")
 
 
+def test_small_file_is_on_the_disk_before_its_name(tmp_path):
+    """Bytes that still are in Python's buffer at the fsync would be lost: they must not be."""
+    atomic_write_bytes(b"old", tmp_path / "a.json")
+    for keeps in ("synced", "names", "removals"):
+        with PowerLoss(tmp_path, keeps=keeps):
+            atomic_write_bytes(keeps.encode(), tmp_path / "a.json")
+        assert (tmp_path / "a.json").read_bytes() == keeps.encode()
+
+
 def _save_many(path: Path, step: int, barrier) -> None:
     barrier.wait()
     for _ in range(30):

@@ -20,10 +20,10 @@ KEEPS = ["synced", "names", "removals"]
 def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Iterator[bool]:
     """Lose the power at step 1, 2, ... of an action, then behind it; yield each time whether the action was done."""
     original = directory.with_name("original")
-    shutil.copytree(directory, original)
+    shutil.copytree(directory, original, symlinks=True)
     for at in range(1, 200):
         shutil.rmtree(directory)
-        shutil.copytree(original, directory)
+        shutil.copytree(original, directory, symlinks=True)
         with PowerLoss(directory, at=at, keeps=keeps) as loss:
             action()
         yield not loss.has_lost
@@ -151,10 +151,10 @@ def test_killed_at_each_step_of_the_rest(damaged, action):
     if action != "newest":
         series.newest()
     original = directory.with_name("original")
-    shutil.copytree(directory, original)
+    shutil.copytree(directory, original, symlinks=True)
     for at in range(1, 100):
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(original, directory)
+        shutil.copytree(original, directory, symlinks=True)
 
         def main(at: int = at) -> None:
             with FaultyFiles(directory.parent, kill_before, at=at):
