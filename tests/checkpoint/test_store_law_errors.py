@@ -22,8 +22,15 @@ _SKIPPED = 77
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
-@pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
-@EACH_WRITER
+@pytest.mark.parametrize(
+    ("writer", "number"),
+    [
+        *((writer, number) for writer in FILE_WRITERS for number in ERRORS),
+        (DIRECTORY, errno.EIO),
+        *(pytest.param(DIRECTORY, number, marks=pytest.mark.slow) for number in ERRORS if number != errno.EIO),
+    ],
+    ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else value.name,
+)
 def test_an_error_at_any_step_is_raised_and_keeps_the_old_file(writer, number, tmp_path):
     """The error must come out with its own number and path, the save before stay, nothing be left, the next succeed."""
     fresh = prepared(writer, tmp_path, num_saves=3)

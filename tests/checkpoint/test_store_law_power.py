@@ -12,7 +12,7 @@ import pytest
 from lightning_faulttolerant.checkpoint import AutosaveSeries, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, kill_before
-from tests.checkpoint.writers import SERIES, WRITERS, Writer, exit_code
+from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, SERIES, Writer, exit_code
 
 KEEPS = ["synced", "names", "removals"]
 
@@ -33,8 +33,16 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
 
 
 @pytest.mark.parametrize("keeps", KEEPS)
-@pytest.mark.parametrize("num_before", [0, 1, 3])
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize(
+    ("writer", "num_before"),
+    [
+        *((writer, num_before) for writer in FILE_WRITERS for num_before in (0, 1, 3)),
+        (DIRECTORY, 2),
+        pytest.param(DIRECTORY, 0, marks=pytest.mark.slow),
+        pytest.param(DIRECTORY, 3, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
 def test_power_lost_at_each_step_of_a_save(writer: Writer, num_before, keeps, tmp_path):
     """What save() returned must survive; until then the save before, or the one in flight; and a next must succeed."""
     root = tmp_path / "root"
