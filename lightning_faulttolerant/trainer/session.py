@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
@@ -26,9 +26,10 @@ from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
+from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
+from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
@@ -121,10 +122,10 @@ class Session:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
-            if saves and not self._is_saved(exception):
-                self._save_interrupted(exception)
-            if isinstance(exception, TrainingStopped):
-                rank_zero_info(f"\n{exception.reason}. Run the same command again to go on {self._last_saved()}.")
+            if self.autosaver is not None:
+                end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
+            elif isinstance(exception, TrainingStopped):
+                tell_stopped(exception, None)
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
@@ -139,27 +140,9 @@ class Session:
         self._loaders.put_back()
         self._patches.undo()
         self._files.put_back()
+        if self.autosaver is not None:
+            self.autosaver.close()
         self._boundary = self.autosaver = self._run_state = None
-
-    def _last_saved(self) -> str:
-        saved = self.autosaver.saved if self.autosaver is not None else None
-        return "from the beginning" if saved is None else str(saved)
-
-    def _is_saved(self, exception: BaseException) -> bool:
-        assert self.autosaver is not None
-        return isinstance(exception, TrainingStopped) and self.autosaver.saved == position_of(self._trainer, BOUNDARY)
-
-    def _save_interrupted(self, exception: BaseException) -> None:
-        assert self._boundary is not None
-        assert self.autosaver is not None
-        name = type(exception).__name__
-        try:
-            saved = self._boundary.save_interrupted()
-        except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
-            rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
-            return
-        if not isinstance(exception, TrainingStopped):
-            rank_zero_info(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {self.autosaver.saved}.")
 
     # What the seams do.
 
