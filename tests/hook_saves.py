@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_faulttolerant.testing import _compare, _Runs
+from lightning_faulttolerant.testing.exactness import _compare, _Runs
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.runs import Net, fit_net

@@ -271,7 +271,7 @@ BROKEN = {
         foreign_imports,
         {"loader/ring.py": "if TYPE_CHECKING:\n    import lightning"},
     ),
-    "Lightning in testing": (foreign_imports, {"testing.py": "def f():\n    import lightning.pytorch"}),
+    "Lightning in testing": (foreign_imports, {"testing/exactness.py": "def f():\n    import lightning.pytorch"}),
     "pytorch_lightning in the trainer": (foreign_imports, {"trainer/callback.py": "import pytorch_lightning"}),
     "torchmetrics in the loader": (foreign_imports, {"loader/ring.py": "import torchmetrics"}),
     "numpy when loaded": (foreign_imports, {"state/rng.py": "import numpy as np"}),

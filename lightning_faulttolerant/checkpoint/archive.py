@@ -1,7 +1,7 @@
 """Check that each byte of a ``torch.save`` file is as it was written.
 
 A zip file says most things twice, and readers believe one place and ignore the other. Here all of them must agree,
-records must follow one another without a gap, and each record's CRC32 must be right.
+records must follow one another without a gap, and each record's CRC32 must be right. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ _UTF8_FLAG = 0x0800
 _MAX_16_BIT = 0xFFFF
 _MAX_32_BIT = 0xFFFFFFFF
 
+# The number that torch's format from before 1.6 begins with, pickled under any protocol.
+_LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+_LEGACY_MAGIC_WITHIN_BYTES = 32
+
 
 def find_damage(file: IO[bytes]) -> str | None:
     """Read a whole ``torch.save`` file, in chunks of 1 MiB, and say what is wrong with it.
+
+    Of a zip file that was written without checksums (``has_checksums``) all is compared but the contents.
 
     Args:
         file: Open for reading, seekable.
@@ -53,6 +59,40 @@ def find_damage(file: IO[bytes]) -> str | None:
     return None
 
 
+def has_checksums(file: IO[bytes]) -> bool:
+    """Tell whether a ``torch.save`` file in which ``find_damage`` found none has the CRC32 of its records.
+
+    After ``torch.serialization.set_crc32_options(False)`` torch writes 0 for each of them. One wrong CRC32, or one that
+    is 0, among right ones is damage.
+
+    Args:
+        file: Open for reading, seekable. Only the zip directory at its end is read.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    with zipfile.ZipFile(file) as archive:
+        return _have_checksums(archive.infolist())
+
+
+def is_legacy(file: IO[bytes]) -> bool:
+    """Tell whether a file is in torch's format from before 1.6, which is no zip file and has no checksums at all.
+
+    Args:
+        file: Open for reading, seekable.
+
+    Raises:
+        OSError: If the file can't be read.
+    """
+    file.seek(0)
+    begin = file.read(_LEGACY_MAGIC_WITHIN_BYTES)
+    return begin.startswith(b"\x80") and _LEGACY_MAGIC in begin
+
+
+def _have_checksums(records: list[zipfile.ZipInfo]) -> bool:
+    return any(record.CRC for record in records)
+
+
 class _Damage(Exception):  # noqa: N818 - never leaves this module, it is the answer of find_damage
     """What is wrong with the file."""
 
@@ -72,11 +112,12 @@ def _check_names(records: list[zipfile.ZipInfo]) -> None:
 def _check_records(file: IO[bytes], records: list[zipfile.ZipInfo], *, directory_offset: int) -> None:
     file.seek(0)
     ends = [record.header_offset for record in records[1:]] + [directory_offset]
+    checksums = _have_checksums(records)
     for record, end in zip(records, ends, strict=True):
         _demand(file.tell() == record.header_offset, f"there is a gap before record {record.filename}")
         _check_central_entry(record)
         _check_local_header(file, record)
-        _check_content(file, record)
+        _check_content(file, record, checksum=checksums)
         _check_descriptor(file, record, num_bytes=end - file.tell())
 
 
@@ -114,16 +155,15 @@ def _dos_time(record: zipfile.ZipInfo) -> tuple[int, int]:
     return hour << 11 | minute << 5 | second // 2, (year - 1980) << 9 | month << 5 | day
 
 
-def _check_content(file: IO[bytes], record: zipfile.ZipInfo) -> None:
+def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) -> None:
     crc, num_left = 0, record.file_size
     while num_left:
         chunk = _read(file, min(num_left, _CHUNK_BYTES))
         crc = zlib.crc32(chunk, crc)
         num_left -= len(chunk)
     _demand(
-        crc == record.CRC,
-        f"record {record.filename} has CRC32 {crc:08x}, it was written with {record.CRC:08x} (or it was written "
-        "without any: another possible cause is torch.serialization.set_crc32_options(False) when it was saved)",
+        crc == record.CRC or not checksum,
+        f"record {record.filename} has CRC32 {crc:08x}, it was written with {record.CRC:08x}",
     )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -37,7 +37,18 @@ def atomic_torch_save(obj: Any, path: str | os.PathLike[str], *, fsync: bool = T
         ...     torch.load(f"{directory}/a.ckpt", weights_only=True)
         {'step': 3}
     """
-    with _crc32_forced(), atomic_writer(path, fsync=fsync) as file, _first_error_shown():
+    with atomic_writer(path, fsync=fsync) as file:
+        save_to_file(obj, file)
+
+
+def save_to_file(obj: Any, file: IO[bytes]) -> None:
+    """Write an object with ``torch.save``, each record with the CRC32 that ``verify_file`` checks.
+
+    Args:
+        obj: What ``torch.save`` can write.
+        file: Open for writing.
+    """
+    with _crc32_forced(), _first_error_shown():
         torch.save(obj, file)
 
 

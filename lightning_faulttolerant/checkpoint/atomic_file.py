@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -43,7 +43,7 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
     """
     target = Path(os.path.realpath(path))
     _check_replaceable(target)
-    temporary = target.parent / _temporary_name(target.name)
+    temporary = target.parent / temporary_name(target.name)
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -100,23 +100,61 @@ def make_directory(directory: Path) -> None:
 def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tuple[Path, str]]:
     """Find the temporary files that dead writers left in a directory.
 
-    A temporary file of a process that is alive on this host is never among them. Process ids are those of this
-    container: writers in two containers that share a host name and a directory must be kept apart by ``RunLock``.
-
     Args:
         directory: Where to look; may be missing.
-        other_hosts: Also report those of other hosts, of which nobody here knows whether the writer is alive.
+        other_hosts: As in ``leftovers``.
 
     Yields:
         The temporary file, and the name of the file that it would have become (cut, if it was very long).
     """
-    for path in sorted(directory.glob(".*.tmp-*")):
-        found = _TEMPORARY_NAME.fullmatch(path.name)
+    names = sorted(path.name for path in directory.glob(".*.tmp-*"))
+    for name, target in leftovers(names, other_hosts=other_hosts):
+        yield directory / name, target
+
+
+def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tuple[str, str]]:
+    """Find the names of temporary files that dead writers left.
+
+    A temporary file of a process that is alive on this host is never among them. Process ids are those of this
+    container: writers in two containers that share a host name and a directory must be kept apart by ``RunLock``.
+
+    Args:
+        names: Of all files in a directory.
+        other_hosts: Also report those of other hosts, of which nobody here knows whether the writer is alive.
+
+    Yields:
+        The temporary name, and the name of the file that it would have become (cut, if it was very long).
+    """
+    for name in names:
+        found = _TEMPORARY_NAME.fullmatch(name)
         if found is None:
             continue
         same_host = found["hostname"] == _hostname()
-        if (same_host and not _is_alive(int(found["process_id"]))) or (not same_host and other_hosts):
-            yield path, found["target"]
+        if (same_host and not is_alive(int(found["process_id"]))) or (not same_host and other_hosts):
+            yield name, found["target"]
+
+
+def temporary_name(name: str) -> str:
+    """Return a name that no other writer uses, for a file that is to get ``name`` later.
+
+    Args:
+        name: The later name, cut if it is very long.
+    """
+    short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
+    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def is_alive(process_id: int) -> bool:
+    """Tell whether a process of this machine is alive, or may be."""
+    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
+        return True
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _check_replaceable(target: Path) -> None:
@@ -133,22 +171,5 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
-def _temporary_name(name: str) -> str:
-    short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
-    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{secrets.token_hex(8)}"
-
-
 def _hostname() -> str:
     return socket.gethostname().replace("/", "_")
-
-
-def _is_alive(process_id: int) -> bool:
-    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
-        return True
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -6,17 +6,19 @@ module did not write is never touched.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
-from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
-from lightning_faulttolerant.checkpoint.atomic_file import find_leftovers, fsync_directory, make_directory
-from lightning_faulttolerant.checkpoint.verify import verify_file
+from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.atomic_file import leftovers
+from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
+from lightning_faulttolerant.checkpoint.stores.listing import Listing
+from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -25,37 +27,49 @@ _AUTOSAVE_NAME = re.compile(r"autosave-(?P<sequence>\d{8,})-epoch=\d+-batch=\d+\
 _SUPERSEDED_NAME = re.compile(r"superseded-(?P<number>\d{4,})-.+")
 _LABEL = re.compile(r"[\w.=+-]+")
 
+_Content = TypeVar("_Content")
+
+
+def _is_still_ours() -> None:
+    """Hold nothing against a save: the default of who keeps others out in a way that can't be lost."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class AutosaveSeries:
-    """The autosaves in one directory, numbered in the order of saving.
+    """The autosaves in one directory or below one URL, numbered in the order of saving.
 
-    One process at a time may write (``RunLock``).
+    One process at a time may write (``open_lock``).
 
     Args:
-        directory: Made at the first save.
+        directory: A path or a URL; made at the first save.
         keep_last: How many to keep, at least 1. With 2, a file that goes bad on the disk costs one interval.
+        check: Called before anything is published or deleted; raises if the directory is no longer ours.
 
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     series = AutosaveSeries(Path(directory), keep_last=2)
+        ...     series = AutosaveSeries(directory, keep_last=2)
         ...     for batch in range(3):
         ...         _ = series.save({"batch": batch}, epoch=0, batch=batch, global_step=batch)
-        ...     [path.name for path in series.paths()]
+        ...     [os.path.basename(path) for path in series.paths()]
         ['autosave-00000002-epoch=0-batch=1.ckpt', 'autosave-00000003-epoch=0-batch=2.ckpt']
     """
 
-    directory: Path
+    directory: str | os.PathLike[str]
     keep_last: int = field(default=2, kw_only=True)
+    check: Callable[[], None] = field(default=_is_still_ours, kw_only=True)
+    store: Store = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ValueError(f"keep_last is {self.keep_last}, it must be at least 1: a resume needs a file.")
+        object.__setattr__(self, "store", open_store(self.directory))
 
-    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> Path:
-        """Write an autosave, verify it by reading it back, and only then delete those that are too many.
+    def save(self, checkpoint: dict[str, Any], *, epoch: int, batch: int, global_step: int) -> str:
+        """Write an autosave, verify it, and only then delete those that are too many.
+
+        A local one is read back; a remote one is compared with the size and the checksum that its store tells.
 
         Args:
             checkpoint: What ``torch.save`` can write.
@@ -64,63 +78,67 @@ class AutosaveSeries:
             global_step: How many optimizer steps are done; for messages.
 
         Returns:
-            The new file.
+            The path or URL of the new file.
 
         Raises:
             OSError: If the file can't be written; the autosaves so far are still there.
             DamagedCheckpointError: If it doesn't verify; it is set aside, the autosaves so far are still there.
+            RunInUseError: If another process has taken the directory over; nothing was changed.
         """
-        make_directory(self.directory)
-        self._remove_leftovers()
-        sequence = 1 + max((_sequence(path) for path in self._all_files()), default=0)
-        path = self.directory / f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
-        atomic_torch_save(checkpoint, path)
-        try:
-            verify_file(path)
-        except DamagedCheckpointError as error:
-            damaged = _set_damaged_aside(path)
-            raise DamagedCheckpointError(
-                f"The autosave of step {global_step} does not read back as it was written: {error} It is now {damaged}."
-                " Earlier autosaves were kept. Check the disk, or save to another one."
-            ) from error
+        listing = self.store.listing()
+        self._remove_leftovers(listing)
+        sequence = 1 + max((_sequence(name) for _, name in self._all_files(listing)), default=0)
+        name = f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
+        path = self.store.path(name)
+        with self.store.writer(name) as file:
+            save_to_file(checkpoint, file)
+            self.check()
+        if not is_url(path):
+            self._verify(name, global_step)
         _logger.debug("Saved step %d to %s", global_step, path)
-        for old in self.paths()[: -self.keep_last]:
-            old.unlink()
+        too_many = _autosaves(self.store.listing())[: -self.keep_last]
+        if too_many:
+            self.check()
+        for old in too_many:
+            self.store.delete(old)
         return path
 
-    def newest(self) -> Path | None:
+    def newest(self) -> str | None:
         """Find the newest autosave that verifies; damaged ones that are newer are set aside under another name.
 
         Returns:
-            The file, or None where there has never been one.
+            The path or URL of the file, or None where there has never been one.
 
         Raises:
             NoValidCheckpointError: If there are autosaves, but all are damaged.
             OSError: If a file can't be read for a reason that is not damage.
         """
-        valid, damages = self._first_valid()
-        for path, damage in damages.items():
-            aside = _set_damaged_aside(path)
-            _logger.warning("%s It was set aside as %s. Taken instead: %s.", damage, aside, valid or "none")
-        damaged = _autosaves(self.directory, damaged=True)
-        if valid is None and damaged:
-            names = "\n".join(f"  {path}" for path in damaged)
-            raise NoValidCheckpointError(
-                f"There are autosaves in {self.directory}, but none of them verifies:\n{names}\n"
-                "A start from scratch would throw this run's work away without a word. Put a good copy back under its "
-                "name without '.damaged', give a checkpoint of your own, or delete these files to start from scratch."
-            ) from (list(damages.values())[-1] if damages else None)
-        return valid
+        found = self._first_sound(verify_file)
+        return None if found is None else found[0]
 
-    def paths(self) -> list[Path]:
+    def load_newest(self) -> tuple[str, dict[str, Any]] | None:
+        """Load the newest autosave that verifies, from one reading of it; damaged ones that are newer are set aside.
+
+        Returns:
+            The path or URL of the file and its content, or None where there has never been one.
+
+        Raises:
+            NoValidCheckpointError: If there are autosaves, but all are damaged.
+            UnsafeCheckpointError: If the newest sound one holds an object that ``weights_only=True`` refuses. So would
+                those before it: none of them is tried.
+            OSError: If a file can't be read for a reason that is not damage.
+        """
+        return self._first_sound(load_file)
+
+    def paths(self) -> list[str]:
         """List the autosaves that were not set aside.
 
         Returns:
-            The files, oldest first.
+            Their paths or URLs, oldest first.
         """
-        return _autosaves(self.directory)
+        return [self.store.path(name) for name in _autosaves(self.store.listing())]
 
-    def set_aside(self, label: str) -> Path | None:
+    def set_aside(self, label: str) -> str | None:
         """Move all autosaves into a subdirectory, so that the next run starts without them.
 
         Args:
@@ -135,17 +153,16 @@ class AutosaveSeries:
         """
         if _LABEL.fullmatch(label) is None:
             raise ValueError(f"The label {label!r} can't be part of a name. Use letters, digits and any of _.=+-")
-        files = sorted(_autosaves(self.directory) + _autosaves(self.directory, damaged=True), key=_sequence)
+        listing = self.store.listing()
+        files = sorted(_autosaves(listing) + _autosaves(listing, damaged=True), key=_sequence)
         if not files:
             return None
-        number = 1 + max((_superseded_number(folder) for folder in self._superseded()), default=0)
-        folder = self.directory / f"superseded-{number:04d}-{label}"
-        make_directory(folder)
-        for path in files:  # oldest first: if this is interrupted, the newest is still where it was
-            os.replace(path, folder / path.name)
-        fsync_directory(folder)
-        fsync_directory(self.directory)
-        return folder
+        self.check()
+        number = 1 + max((_superseded_number(name) for name in listing.folders), default=0)
+        folder = f"superseded-{number:04d}-{label}"
+        for name in files:  # oldest first: if this is interrupted, the newest is still where it was
+            self.store.rename(name, f"{folder}/{name}")
+        return self.store.path(folder)
 
     def remove_all(self) -> None:
         """Delete all that this series has written, set aside or left over, then the directory if nothing else is in it.
@@ -153,66 +170,79 @@ class AutosaveSeries:
         Raises:
             OSError: If a file can't be deleted.
         """
-        self._remove_leftovers(other_hosts=True)
-        for path in list(self._all_files()):
-            path.unlink()
-        for folder in (*self._superseded(), self.directory):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+        listing = self.store.listing()
+        self._remove_leftovers(listing, other_hosts=True)
+        for store, name in self._all_files(listing):
+            store.delete(name)
+        for store in (*self._superseded(listing), self.store):
+            store.remove_if_empty()
 
-    def _first_valid(self) -> tuple[Path | None, dict[Path, DamagedCheckpointError]]:
-        damages: dict[Path, DamagedCheckpointError] = {}
-        for path in reversed(self.paths()):
-            damage = _find_damage(path)
-            if damage is None:
-                return path, damages
-            damages[path] = damage
-        return None, damages
+    def _verify(self, name: str, global_step: int) -> None:
+        try:
+            verify_file(self.store.path(name))
+        except DamagedCheckpointError as error:
+            damaged = self._set_damaged_aside(name)
+            raise DamagedCheckpointError(
+                f"The autosave of step {global_step} does not read back as it was written: {error} It is now {damaged}."
+                " Earlier autosaves were kept. Check the disk, or save to another one."
+            ) from error
 
-    def _superseded(self) -> list[Path]:
-        return [
-            path
-            for path in sorted(self.directory.glob("superseded-*"))
-            if _SUPERSEDED_NAME.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
-        ]
+    def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
+        damages: dict[str, DamagedCheckpointError] = {}
+        found = None
+        for name in reversed(_autosaves(self.store.listing())):
+            try:
+                found = self.store.path(name), read(self.store.path(name))
+                break
+            except DamagedCheckpointError as error:
+                damages[name] = error
+        taken = found[0] if found is not None else "none"
+        for name, damage in damages.items():
+            aside = self._set_damaged_aside(name)
+            _logger.warning("%s It was set aside as %s. Taken instead: %s.", damage, aside, taken)
+        if found is None:
+            self._refuse_to_start_over(list(damages.values()))
+        return found
 
-    def _all_files(self) -> Iterator[Path]:
-        for folder in (self.directory, *self._superseded()):
-            yield from _autosaves(folder)
-            yield from _autosaves(folder, damaged=True)
+    def _refuse_to_start_over(self, damages: list[DamagedCheckpointError]) -> None:
+        damaged = _autosaves(self.store.listing(), damaged=True)
+        if damaged:
+            names = "\n".join(f"  {self.store.path(name)}" for name in damaged)
+            raise NoValidCheckpointError(
+                f"There are autosaves in {self.store.url}, but none of them verifies:\n{names}\n"
+                "A start from scratch would throw this run's work away without a word. Put a good copy back under its "
+                "name without '.damaged', give a checkpoint of your own, or delete these files to start from scratch."
+            ) from (damages[-1] if damages else None)
 
-    def _remove_leftovers(self, *, other_hosts: bool = False) -> None:
-        for path, target in find_leftovers(self.directory, other_hosts=other_hosts):
+    def _set_damaged_aside(self, name: str) -> str:
+        self.store.rename(name, f"{name}.damaged")
+        return self.store.path(f"{name}.damaged")
+
+    def _superseded(self, listing: Listing) -> list[Store]:
+        return [self.store.folder(name) for name in listing.folders if _SUPERSEDED_NAME.fullmatch(name) is not None]
+
+    def _all_files(self, listing: Listing) -> list[tuple[Store, str]]:
+        listed = [(self.store, listing), *((folder, folder.listing()) for folder in self._superseded(listing))]
+        return [(store, name) for store, found in listed for name in found.files if _AUTOSAVE_NAME.fullmatch(name)]
+
+    def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
+        for name, target in leftovers(listing.files, other_hosts=other_hosts):
             if _AUTOSAVE_NAME.fullmatch(target) is not None:
-                _logger.info("Removing %s, which a writer that was killed left behind", path)
-                path.unlink(missing_ok=True)
+                _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
+                with contextlib.suppress(FileNotFoundError):
+                    self.store.delete(name)
 
 
-def _find_damage(path: Path) -> DamagedCheckpointError | None:
-    try:
-        verify_file(path)
-    except DamagedCheckpointError as damage:
-        return damage
-    return None
+def _autosaves(listing: Listing, *, damaged: bool = False) -> list[str]:
+    found = ((name, _AUTOSAVE_NAME.fullmatch(name)) for name in listing.files)
+    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
 
 
-def _autosaves(folder: Path, *, damaged: bool = False) -> list[Path]:
-    found = ((path, _AUTOSAVE_NAME.fullmatch(path.name)) for path in folder.glob("autosave-*") if path.is_file())
-    return sorted((path for path, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
-
-
-def _sequence(path: Path) -> int:
-    match = _AUTOSAVE_NAME.fullmatch(path.name)
+def _sequence(name: str) -> int:
+    match = _AUTOSAVE_NAME.fullmatch(name)
     return int(match["sequence"]) if match else 0
 
 
-def _superseded_number(folder: Path) -> int:
-    match = _SUPERSEDED_NAME.fullmatch(folder.name)
+def _superseded_number(name: str) -> int:
+    match = _SUPERSEDED_NAME.fullmatch(name)
     return int(match["number"]) if match else 0
-
-
-def _set_damaged_aside(path: Path) -> Path:
-    aside = path.with_name(f"{path.name}.damaged")
-    os.replace(path, aside)
-    fsync_directory(path.parent)
-    return aside

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import IO, Protocol
 
 from lightning_faulttolerant.checkpoint.stores import local
+from lightning_faulttolerant.checkpoint.stores.listing import Listing
 
 # At least two letters, so that a drive of Windows is none. "simplecache::s3://" is a chain of fsspec's.
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+)(://|::)")
@@ -32,6 +33,9 @@ class Store(Protocol):
     def names(self) -> list[str]:
         """List the files and folders directly in it, sorted, never from a cache; empty where there is none such."""
 
+    def listing(self) -> Listing:
+        """List the same, files and folders apart."""
+
     def writer(self, name: str, *, fsync: bool = True) -> AbstractContextManager[IO[bytes]]:
         """Open a file for writing that is published whole when the block ends, and never if it raises."""
 
@@ -49,6 +53,9 @@ class Store(Protocol):
 
     def remove_if_empty(self) -> None:
         """Remove the directory, where the store has such a thing and nothing is in it."""
+
+    def abort_uploads(self) -> None:
+        """Drop what killed writers have sent and not published; only for who holds the lock of the directory."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -142,7 +149,7 @@ def open_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Abstract
     return open_store(directory).writer(name, fsync=fsync)
 
 
-def local_copy(path: str | os.PathLike[str]) -> AbstractContextManager[IO[bytes]]:
+def local_copy(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a whole file for reading once: the local file itself, or a temporary copy of a remote one.
 
     Args:

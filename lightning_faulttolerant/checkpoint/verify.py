@@ -5,45 +5,86 @@ The two are kept apart: damage is a reason to take an older file, a refusal to u
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import io
+import logging
 import os
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
 
-from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
+from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.checkpoint.store import is_url, local_copy, local_path, open_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+
+_logger = logging.getLogger(__name__)
+
+_CHECKSUMS_OFF = "all its CRC32 are 0, as torch.save leaves them after torch.serialization.set_crc32_options(False)"
+_LEGACY = "it is in torch's format from before 1.6, which is no zip file and has none"
+
+_NOT_THERE = (FileNotFoundError, IsADirectoryError)
+# What torch.load raises for content that is cut or garbled.
+_LOAD_ERRORS = (EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 _SAFE_LEAVES = (type(None), bool, float, str)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
-def verify_file(path: str | os.PathLike[str]) -> None:
-    """Read a checkpoint once and compare all that can be compared; nothing is unpickled.
+def verify_path(path: str | os.PathLike[str]) -> Verification:
+    """Read a checkpoint once, file or directory, and compare all that can be compared; nothing is unpickled.
+
+    Args:
+        path: A file written by ``torch.save``, a directory with a manifest, or the URL of either.
+
+    Returns:
+        Whether it was verified by checksums, or was written without.
+
+    Raises:
+        DamagedCheckpointError: If something is missing, truncated or changed, or a directory was never committed.
+        OSError: If it can't be read for a reason that is not damage, such as a missing permission.
+        CheckpointError: If the package for this kind of URL is not installed.
+    """
+    if is_url(path):
+        return _verify_url(os.fspath(path))
+    return verify_directory(path) if os.path.isdir(local_path(path)) else verify_file(path)
+
+
+def verify_file(path: str | os.PathLike[str]) -> Verification:
+    """Read a checkpoint file once and compare all that can be compared; nothing is unpickled.
 
     The memory needed is 1 MiB, whatever the size of the file.
 
     Args:
-        path: A file written by ``torch.save``.
+        path: A file written by ``torch.save``, or the URL of one.
+
+    Returns:
+        Whether it was verified by checksums, or was written without.
 
     Raises:
         DamagedCheckpointError: If the file is missing, truncated or no ``torch.save`` file, or a byte of it changed.
         OSError: If it can't be read for a reason that is not damage, such as a missing permission.
+        CheckpointError: If the package for this kind of URL is not installed.
     """
-    with _open_verified(path):
-        pass
+    with _damage_named(path), open_file(path) as file:
+        return _verify(path, file)
 
 
 def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
     """Verify a checkpoint and load it with ``weights_only=True``.
 
+    A file that was written without checksums is loaded, and a warning says once that it could not be verified.
+
     Args:
-        path: A file written by ``torch.save``.
+        path: A file written by ``torch.save``, or the URL of one; that is transferred once.
         map_location: As in ``torch.load``.
 
     Returns:
@@ -51,18 +92,20 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dic
 
     Raises:
         DamagedCheckpointError: If the file is missing, truncated or no ``torch.save`` file, or a byte of it changed.
-        UnsafeCheckpointError: If the file is sound but holds an object that ``weights_only=True`` refuses.
-        CheckpointError: If the content is not a dict.
+        UnsafeCheckpointError: If the file holds an object that ``weights_only=True`` refuses.
+        CheckpointError: If the content is not a dict; if a file without checksums does not load, for then nobody can
+            tell damage from a file that never was right.
     """
-    with _open_verified(path) as file:
-        try:
-            checkpoint = torch.load(file, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise UnsafeCheckpointError(
-                f"{os.fspath(path)} is not damaged, but it holds an object that torch.load(weights_only=True) refuses: "
-                f"{error}. Loading it may run any code. If you trust the file, allow its classes with "
-                "torch.serialization.add_safe_globals, or load it yourself with weights_only=False."
-            ) from error
+    with contextlib.ExitStack() as stack:
+        # One open file for both steps: the bytes that are loaded are the ones that were verified, even if another
+        # process puts a new file at the path in between.
+        with _damage_named(path):
+            file = stack.enter_context(local_copy(path))
+            verification = _verify(path, file)
+            file.seek(0)
+        checkpoint = _load(file, verification, map_location=map_location)
+    if not verification.has_checksums:
+        _warn_unverified(str(verification))
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f"{os.fspath(path)} holds a {type(checkpoint).__name__}, a checkpoint is a dict. Is this the right file?"
@@ -89,32 +132,62 @@ def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:
     return list(_walk(checkpoint, place="", seen=set()))
 
 
-def _open_verified(path: str | os.PathLike[str]) -> IO[bytes]:
-    # One open file for both steps: the bytes that are loaded are the ones that were verified, even if another process
-    # puts a new file at the path in between.
+def _verify_url(url: str) -> Verification:
+    # An object store has no directories: what has no object of its name may still have a manifest below it.
     try:
-        file = open(path, "rb")  # noqa: SIM115 - the caller closes it
-        try:
-            reason = find_damage(file)
-            file.seek(0)
-        except BaseException:
-            file.close()
+        return verify_file(url)
+    except DamagedCheckpointError as damage:
+        if not isinstance(damage.__cause__, (FileNotFoundError, IsADirectoryError)):
             raise
+        verification = verify_directory_if_any(url)
+        if verification is None:
+            raise
+        return verification
+
+
+@contextlib.contextmanager
+def _damage_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EISDIR, errno.EIO):
+        if error.errno not in (errno.ENOENT, errno.EISDIR, errno.EIO) and not isinstance(error, _NOT_THERE):
             raise
-        raise DamagedCheckpointError(_describe_damage(path, error.strerror or str(error))) from error
-    if reason is not None:
-        file.close()
-        raise DamagedCheckpointError(_describe_damage(path, reason))
-    return file
+        raise DamagedCheckpointError(describe_damage(path, error.strerror or str(error))) from error
 
 
-def _describe_damage(path: str | os.PathLike[str], reason: str) -> str:
-    return (
-        f"Checkpoint {os.fspath(path)} is damaged: {reason}. "
-        "Training on from it could go wrong without a sign. Take another checkpoint."
-    )
+def _verify(path: str | os.PathLike[str], file: IO[bytes]) -> Verification:
+    num_bytes = file.seek(0, os.SEEK_END)
+    if is_legacy(file):
+        return Verification(path=os.fspath(path), has_checksums=False, reason=_LEGACY, num_bytes=num_bytes)
+    damage = find_damage(file)
+    if damage is not None:
+        raise DamagedCheckpointError(describe_damage(path, damage))
+    reason = "" if has_checksums(file) else _CHECKSUMS_OFF
+    return Verification(path=os.fspath(path), has_checksums=not reason, reason=reason, num_bytes=num_bytes)
+
+
+def _load(file: IO[bytes], verification: Verification, *, map_location: Any) -> Any:
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        known = "is not damaged" if verification.has_checksums else "can't be verified"
+        raise UnsafeCheckpointError(
+            f"{verification.path} {known}, but it holds an object that torch.load(weights_only=True) refuses: "
+            f"{error}. Loading it may run any code. If you trust the file, allow its classes with "
+            "torch.serialization.add_safe_globals, or load it yourself with weights_only=False."
+        ) from error
+    except _LOAD_ERRORS as error:
+        if verification.has_checksums:
+            raise
+        raise CheckpointError(
+            f"{verification}, and does not load: {type(error).__name__}: {error}. Whether it was damaged nobody can "
+            "tell. Take another checkpoint."
+        ) from error
+
+
+@functools.cache
+def _warn_unverified(verification: str) -> None:
+    _logger.warning("%s. It loads, but whether it is what was saved could not be verified.", verification)
 
 
 def _walk(value: Any, *, place: str, seen: set[int]) -> Iterator[str]:

@@ -190,9 +190,9 @@ class Autosaver:
         _check_loads(checkpoint)
         self._run_state.files.flush()
 
-    def _write(self, checkpoint: dict[str, Any], position: Position) -> Any:
-        place = {"epoch": position.epoch, "batch": position.batch, "global_step": position.global_step}
-        return self._series.save(checkpoint, **place)
+    def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
+        epoch, batch, global_step = position.epoch, position.batch, position.global_step
+        return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
 
     def _write_behind(self, checkpoint: dict[str, Any], position: Position) -> None:
         try:

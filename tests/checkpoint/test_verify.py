@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -12,12 +13,13 @@ from collections import OrderedDict, defaultdict
 from enum import Enum
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.checkpoint import load_file, unsafe_paths, verify_file
+from lightning_faulttolerant.checkpoint import load_file, unsafe_paths, verify_file, verify_path, write_manifest
 from lightning_faulttolerant.checkpoint.archive import find_damage
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
@@ -153,16 +155,116 @@ def _raising(error: OSError):
     return fail
 
 
-@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs")
-def test_file_without_checksums_is_refused_with_that_cause(tmp_path):
-    """A file saved with torch's CRC32 switched off can't be verified; the message must name this cause."""
+def _save_without_checksums(obj: object, path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(CONTENT, tmp_path / "a.ckpt")
+        torch.save(obj, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    with pytest.raises(DamagedCheckpointError, match=r"set_crc32_options\(False\)"):
-        verify_file(tmp_path / "a.ckpt")
+
+
+needs_the_switch = pytest.mark.skipif(
+    not hasattr(torch.serialization, "set_crc32_options"), reason="torch < 2.6 always writes CRCs"
+)
+
+
+@needs_the_switch
+def test_file_without_checksums_is_said_to_be_so(tmp_path):
+    """A file saved with torch's CRC32 switched off is not damaged; the answer must name this cause, in words too."""
+    _save_without_checksums(CONTENT, tmp_path / "a.ckpt")
+    verification = verify_path(tmp_path / "a.ckpt")
+    assert not verification.has_checksums
+    assert "set_crc32_options(False)" in verification.reason
+    assert "was written without checksums" in str(verification)
+    assert verification.num_bytes == (tmp_path / "a.ckpt").stat().st_size
+
+
+@needs_the_switch
+def test_file_without_checksums_is_refused_where_its_layout_is_damaged(tmp_path):
+    """Truncation and a changed size must be found without any checksum."""
+    _save_without_checksums(CONTENT, tmp_path / "a.ckpt")
+    data = (tmp_path / "a.ckpt").read_bytes()
+    assert find_damage(io.BytesIO(data)) is None
+    assert [size for size in range(len(data)) if find_damage(io.BytesIO(data[:size])) is None] == []
+
+
+def test_one_missing_checksum_among_right_ones_is_damage(tmp_path):
+    """A CRC32 that has become 0, in both places, must not pass for one that was never written."""
+    with zipfile.ZipFile(io.BytesIO(SOUND)) as archive:
+        record = max(archive.infolist(), key=lambda record: record.file_size)
+    crc = struct.pack("<I", record.CRC)
+    data = SOUND.replace(b"PK\x07\x08" + crc, b"PK\x07\x08" + b"\0\0\0\0")
+    directory = data.index(b"PK\x01\x02")
+    data = data[:directory] + data[directory:].replace(crc, b"\0\0\0\0")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.getinfo(record.filename).CRC == 0
+    (tmp_path / "a.ckpt").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="it was written with 00000000"):
+        verify_path(tmp_path / "a.ckpt")
+
+
+def test_legacy_file_is_said_to_be_without_checksums(tmp_path, caplog):
+    """A file in torch's format from before 1.6 has no checksums: it is not damaged, and loads with a warning."""
+    for protocol in (4, 2):
+        torch.save(CONTENT, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+        verification = verify_path(tmp_path / "a.ckpt")
+        assert not verification.has_checksums
+        assert "before 1.6" in verification.reason
+    assert load_file(tmp_path / "a.ckpt")["nested"] == CONTENT["nested"]
+    assert "could not be verified" in caplog.text
+
+
+@needs_the_switch
+def test_loading_without_checksums_warns_once(tmp_path, caplog):
+    """Who loads a file that could not be verified must be told so, once for each file."""
+    for name in ("a.ckpt", "b.ckpt"):
+        _save_without_checksums(CONTENT, tmp_path / name)
+        load_file(tmp_path / name)
+        load_file(tmp_path / name)
+    warned = [record.getMessage() for record in caplog.records]
+    assert [str(tmp_path / name) in message for name, message in zip(("a.ckpt", "b.ckpt"), warned, strict=True)]
+    assert all("could not be verified" in message for message in warned)
+
+
+def test_sound_file_loads_without_a_warning(tmp_path, caplog):
+    """A file that was verified must load without a word."""
+    torch.save(CONTENT, tmp_path / "a.ckpt")
+    assert verify_path(tmp_path / "a.ckpt").has_checksums
+    load_file(tmp_path / "a.ckpt")
+    assert not caplog.records
+
+
+def test_cut_file_without_checksums_is_not_called_damaged_when_it_does_not_load(tmp_path):
+    """Where nothing can be verified, a failure to load must name the file and claim nothing about damage."""
+    torch.save(CONTENT, tmp_path / "a.ckpt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "a.ckpt").read_bytes()
+    for size in range(len(data) // 2, len(data), 16):
+        (tmp_path / "a.ckpt").write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
+            load_file(tmp_path / "a.ckpt")
+        assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_files_are_verified_and_loaded_by_url():
+    """A URL must give the same answers as a path: sound, damaged, missing."""
+    with fsspec.open("memory://verify/a.ckpt", "wb") as file:
+        file.write(SOUND)
+    with fsspec.open("memory://verify/bad.ckpt", "wb") as file:
+        file.write(SOUND[:-1])
+    assert verify_path("memory://verify/a.ckpt").has_checksums
+    assert load_file("memory://verify/a.ckpt")["nested"] == CONTENT["nested"]
+    for name in ("bad.ckpt", "missing.ckpt"):
+        for read in (verify_path, verify_file, load_file):
+            with pytest.raises(DamagedCheckpointError, match=name):
+                read(f"memory://verify/{name}")
+
+
+def test_local_url_is_the_path(tmp_path):
+    """A URL with file:// must lead to the file and to the directory of that path."""
+    torch.save(CONTENT, tmp_path / "a.ckpt")
+    write_manifest(tmp_path)
+    assert verify_path(f"file://{tmp_path}/a.ckpt").has_checksums
+    assert verify_path(f"file://{tmp_path}").num_files == 1
 
 
 def test_foreign_zip_is_refused(tmp_path):
@@ -181,14 +283,42 @@ class _MakesDirectory:
         return os.mkdir, (str(self.path),)
 
 
-def test_refusal_to_unpickle_is_not_damage(tmp_path):
-    """A sound file with code in it must verify, never run, and be refused by load_file as unsafe."""
-    torch.save({"callbacks": _MakesDirectory(tmp_path / "made")}, tmp_path / "a.ckpt")
-    verify_file(tmp_path / "a.ckpt")
-    with pytest.raises(UnsafeCheckpointError, match=r"a\.ckpt is not damaged") as caught:
-        load_file(tmp_path / "a.ckpt")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_refusal_to_unpickle_is_not_damage(tmp_path, legacy):
+    """A file with code in it must verify, run nothing by any of our readers, and be refused as unsafe, not damaged."""
+    path = tmp_path / "checkpoint" / "a.ckpt"
+    path.parent.mkdir()
+    torch.save({"callbacks": _MakesDirectory(tmp_path / "made")}, path, _use_new_zipfile_serialization=not legacy)
+    verify_file(path)
+    write_manifest(path.parent)
+    verify_path(path.parent)
+    with pytest.raises(UnsafeCheckpointError, match="can't be verified" if legacy else "is not damaged") as caught:
+        load_file(path)
     assert caught.value.__cause__ is not None
     assert not (tmp_path / "made").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "made").exists(), "this file runs nothing: the test could not have failed"
+
+
+@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript:UserWarning")
+def test_code_in_other_records_does_not_run(tmp_path):
+    """Whatever record of a valid zip with right checksums holds a pickle, our readers must run none of them."""
+    evil = pickle.dumps(_MakesDirectory(tmp_path / "made"), protocol=2)
+    with zipfile.ZipFile(io.BytesIO(SOUND)) as archive:
+        names = archive.namelist()
+        contents = {name: archive.read(name) for name in names}
+    for replaced in [*names, "archive/constants.pkl", "archive/attributes.pkl"]:
+        writer = torch._C.PyTorchFileWriter(str(tmp_path / "archive"))
+        for name, content in {**contents, replaced: evil}.items():
+            record = name.split("/", 1)[1]
+            if record not in ("version", ".data/serialization_id"):  # it writes these itself
+                data = evil if name == replaced else content
+                writer.write_record(record, data, len(data))
+        writer.write_end_of_file()
+        verify_path(tmp_path / "archive")
+        with contextlib.suppress(CheckpointError, RuntimeError, ValueError):
+            load_file(tmp_path / "archive")
+        assert not (tmp_path / "made").exists(), replaced
 
 
 def test_content_that_is_no_dict_is_refused(tmp_path):

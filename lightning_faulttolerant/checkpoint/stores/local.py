@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, final
 
 from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer, fsync_directory, make_directory
+from lightning_faulttolerant.checkpoint.stores.listing import Listing
 
 
 @final
@@ -37,6 +38,18 @@ class LocalStore:
             return sorted(os.listdir(self.directory))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def listing(self) -> Listing:
+        """List files, and folders that are no links."""
+        try:
+            with os.scandir(self.directory) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return Listing(files=[], folders=[])
+        return Listing(
+            files=[entry.name for entry in entries if entry.is_file()],
+            folders=[entry.name for entry in entries if entry.is_dir(follow_symlinks=False)],
+        )
 
     @contextlib.contextmanager
     def writer(self, name: str, *, fsync: bool = True) -> Iterator[IO[bytes]]:
@@ -71,6 +84,9 @@ class LocalStore:
         with contextlib.suppress(FileNotFoundError):
             if not self.directory.is_symlink() and not any(self.directory.iterdir()):
                 self.directory.rmdir()
+
+    def abort_uploads(self) -> None:
+        """Do nothing: a local writer leaves a file with a name, see ``leftovers``."""
 
 
 def open_writer(path: str, *, fsync: bool) -> contextlib.AbstractContextManager[IO[bytes]]:

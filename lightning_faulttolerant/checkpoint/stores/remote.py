@@ -1,16 +1,27 @@
-"""Files of other machines, through fsspec: object stores, and all else that has a URL."""
+"""Files of other machines, through fsspec: object stores, and all else that has a URL.
+
+Nothing is believed that fsspec remembers of an earlier listing.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
-import secrets
+import logging
+import os
 import tempfile
 from collections.abc import Iterator
-from typing import IO, Any, final
+from typing import IO, Any, cast, final
 
-import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_faulttolerant.checkpoint.stores.file_systems import file_system, is_gcs, is_s3, remote_errors
+from lightning_faulttolerant.checkpoint.stores.listing import Listing
+from lightning_faulttolerant.checkpoint.stores.uploads import Sender, begin_upload, check_arrived
+from lightning_faulttolerant.errors import DamagedCheckpointError
+
+_logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1024 * 1024
 _NUM_BLOCKS = 64
@@ -25,7 +36,7 @@ class RemoteStore:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/") if not url.endswith("://") else url
+        self._url = url if url.endswith("://") else url.rstrip("/")
 
     @property
     def url(self) -> str:
@@ -34,52 +45,80 @@ class RemoteStore:
 
     def path(self, name: str) -> str:
         """Return the URL of a file."""
-        return f"{self._url}/{name}" if not self._url.endswith("/") else f"{self._url}{name}"
+        return f"{self._url}{name}" if self._url.endswith("/") else f"{self._url}/{name}"
 
     def names(self) -> list[str]:
         """List what is directly below the URL."""
-        fs, path = file_system(self._url)
-        fs.invalidate_cache()
-        try:
-            found = fs.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted({entry.rstrip("/").rpartition("/")[2] for entry in found if entry.rstrip("/") != path})
+        listing = self.listing()
+        return sorted({*listing.files, *listing.folders})
+
+    def listing(self) -> Listing:
+        """List files and folders; of a bucket, only what begins with the URL is asked for."""
+        with self._opened("") as (fs, path):
+            if is_s3(fs):
+                return _s3_listing(fs, path)
+            fs.invalidate_cache()
+            try:
+                found = fs.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return Listing(files=[], folders=[])
+        kinds = {entry["name"].rstrip("/"): entry["type"] for entry in found}
+        return Listing(
+            files=sorted(name.rpartition("/")[2] for name, kind in kinds.items() if kind == "file"),
+            folders=sorted(
+                name.rpartition("/")[2]
+                for name, kind in kinds.items()
+                if kind == "directory" and name != path.rstrip("/")
+            ),
+        )
 
     @contextlib.contextmanager
     def writer(self, name: str, *, fsync: bool = True) -> Iterator[IO[bytes]]:
-        """Open a temporary file that is moved to the name when the block ends."""
-        fs, path = file_system(self.path(name))
-        parent, _, base = path.rpartition("/")
-        temporary = f"{parent}/.{base}.tmp-{secrets.token_hex(8)}"
-        fs.makedirs(parent, exist_ok=True)
+        """Open a file that is published when the block ends, then compared with what was sent.
+
+        Raises:
+            DamagedCheckpointError: If it did not arrive as it was sent; it is set aside.
+            OSError: If it can't be sent; nothing was published.
+        """
+        url = self.path(name)
+        with self._opened(name) as (fs, path):
+            upload = begin_upload(fs, path)
         try:
-            with fs.open(temporary, "wb") as file:
-                yield file
-            fs.mv(temporary, path)
+            yield cast("IO[bytes]", Sender(upload, url))
+            with remote_errors(url):
+                upload.publish()
         except BaseException:
+            # The first error is the one to see, a Ctrl-C among them.
             with contextlib.suppress(Exception):
-                fs.rm_file(temporary)
+                upload.discard()
             raise
-        fs.invalidate_cache()
+        try:
+            check_arrived(upload, url, aside=f"{url}.damaged")
+        except DamagedCheckpointError:
+            self.rename(name, f"{name}.damaged")
+            raise
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        fs, path = file_system(self.path(name))
-        fs.invalidate_cache()
-        return int(fs.info(path)["size"])
+        with self._opened(name) as (fs, path):
+            fs.invalidate_cache()
+            return int(fs.info(path)["size"])
 
     def rename(self, name: str, new_name: str) -> None:
-        """Move a file; object stores copy it and delete the first."""
-        fs, path = file_system(self.path(name))
-        fs.mv(path, file_system(self.path(new_name))[1])
-        fs.invalidate_cache()
+        """Move a file; object stores copy it, and then delete the first."""
+        with self._opened(name) as (fs, path):
+            new_path = file_system(self.path(new_name))[1]
+            if is_s3(fs) or is_gcs(fs):  # their mv passes over files that can't be deleted
+                fs.cp_file(path, new_path)
+                fs.rm_file(path)
+                return
+            fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
+            fs.mv(path, new_path)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        fs, path = file_system(self.path(name))
-        fs.rm_file(path)
-        fs.invalidate_cache()
+        with self._opened(name) as (fs, path):
+            fs.rm_file(path)
 
     def folder(self, name: str) -> RemoteStore:
         """Return a directory below this one."""
@@ -87,37 +126,114 @@ class RemoteStore:
 
     def remove_if_empty(self) -> None:
         """Remove the directory, where there is such a thing."""
-        fs, path = file_system(self._url)
-        if not self.names():
-            with contextlib.suppress(OSError):
-                fs.rmdir(path)
-        fs.invalidate_cache()
+        with self._opened("") as (fs, path):
+            if is_s3(fs) or is_gcs(fs):
+                return
+            fs.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                if fs.isdir(path) and not fs.ls(path):
+                    fs.rmdir(path)
 
+    def abort_uploads(self) -> None:
+        """Drop the parts that killed writers have left below the URL: they are invisible, and cost money."""
+        with self._opened("") as (fs, path):
+            if not is_s3(fs):
+                return
+            try:
+                _abort_uploads(fs, path)
+            except (OSError, KeyError) as error:  # the right to list them is a right of its own
+                _logger.info("Uploads that were left unfinished in %s can't be looked for: %s", self._url, error)
 
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it.
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file as it is now; None where there is none."""
+        try:
+            with self._opened(name) as (fs, path):
+                fs.invalidate_cache()
+                content: bytes = fs.cat_file(path)
+                return content
+        except FileNotFoundError:
+            return None
 
-    It is asked for each time: an instance belongs to one process and one thread.
-    """
-    fs, path = fsspec.url_to_fs(url)
-    return fs, path
+    def create(self, name: str, content: bytes) -> None:
+        """Write a small file that must not be there yet; of two who do so at once, one fails where the store can tell.
+
+        Raises:
+            FileExistsError: If it is there.
+        """
+        try:
+            with self._opened(name) as (fs, path):
+                fs.invalidate_cache()
+                fs.pipe_file(path, content, mode="create")
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+                raise
+            self.replace(name, content)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a small file, over the one that is there."""
+        with self._opened(name) as (fs, path):
+            if not (is_s3(fs) or is_gcs(fs)):
+                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            fs.pipe_file(path, content)
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[Any, str]]:
+        url = self.path(name) if name else self._url
+        with remote_errors(url):
+            yield file_system(url)
 
 
 def open_file(url: str) -> IO[bytes]:
     """Open a file of which only what is read is transferred."""
-    fs, path = file_system(url)
-    fs.invalidate_cache()
-    if isinstance(fs, MemoryFileSystem):  # it gives the same file object, with its position, to each who opens it
-        return io.BytesIO(fs.cat_file(path))
-    options = {"maxblocks": _NUM_BLOCKS}
-    file: IO[bytes] = fs.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache", cache_options=options)
-    return file
+    with remote_errors(url):
+        fs, path = file_system(url)
+        fs.invalidate_cache()
+        if isinstance(fs, MemoryFileSystem):  # it gives the same file object, with its position, to each who opens it
+            return io.BytesIO(fs.cat_file(path))
+        options = {"maxblocks": _NUM_BLOCKS}
+        file = fs.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache", cache_options=options)
+        return cast("IO[bytes]", file)
 
 
 def copy_file(url: str) -> IO[bytes]:
     """Transfer a file once, into a temporary file without a name."""
-    fs, path = file_system(url)
-    fs.invalidate_cache()
-    with tempfile.NamedTemporaryFile(prefix="lightning_faulttolerant-") as copy:
-        fs.get_file(path, copy.name)
-        return open(copy.name, "rb")
+    with remote_errors(url):
+        fs, path = file_system(url)
+        fs.invalidate_cache()
+        if isinstance(fs, MemoryFileSystem):
+            return io.BytesIO(fs.cat_file(path))
+        size = fs.info(path)["size"]
+        with tempfile.NamedTemporaryFile(prefix="lightning_faulttolerant-") as copy:
+            fs.get_file(path, copy.name)
+            if os.path.getsize(copy.name) != size:
+                raise ConnectionError(f"{os.path.getsize(copy.name)} of {size} bytes were transferred")
+            return open(copy.name, "rb")
+
+
+def _s3_listing(fs: Any, path: str) -> Listing:
+    bucket, key, _ = fs.split_path(path)
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    files: set[str] = set()
+    folders: set[str] = set()
+    more: dict[str, str] = {}
+    while True:
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more)
+        files.update(entry["Key"][len(prefix) :] for entry in page.get("Contents", []))
+        folders.update(entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", []))
+        if not page.get("IsTruncated"):
+            return Listing(files=sorted(files - {""}), folders=sorted(folders))
+        more = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def _abort_uploads(fs: Any, path: str) -> None:
+    bucket, key, _ = fs.split_path(path)
+    more: dict[str, str] = {}
+    while True:
+        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key.rstrip('/')}/", **more)
+        for upload in page.get("Uploads", []):
+            _logger.info("Dropping an upload of s3://%s/%s, which a killed writer has left", bucket, upload["Key"])
+            with contextlib.suppress(FileNotFoundError):
+                fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+        if not page.get("IsTruncated"):
+            return
+        more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -1,0 +1,326 @@
+"""The files of a directory against its manifest: listed and summed when it is committed, compared when it is verified.
+
+Bytes are streamed, and several files are read at once: summing lets go of the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from lightning_faulttolerant.checkpoint.atomic_file import fsync_directory
+from lightning_faulttolerant.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    check_metadata,
+    read_manifest,
+    save_manifest,
+)
+from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store
+from lightning_faulttolerant.errors import DamagedCheckpointError
+
+_CHUNK_BYTES = 1024 * 1024
+_MAX_THREADS = 8
+_MAX_SHOWN = 5
+_TEMPORARY_MANIFEST = f".{MANIFEST_NAME}.tmp-"
+_NO_MANIFEST = f"it has no {MANIFEST_NAME}: this package did not commit it"
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def write_manifest(
+    directory: str | os.PathLike[str], *, metadata: dict[str, Any] | None = None, fsync: bool = True
+) -> Manifest:
+    """Commit a directory: read all its files back, and write their sizes and checksums into it, last.
+
+    Args:
+        directory: A local directory. A symbolic link in it counts as the file that it leads to.
+        metadata: Kept in the manifest: dicts, lists, strings, finite numbers, booleans and None.
+        fsync: Wait until the files, their names and the manifest are on the disk.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: If there is no file, or one that can't be part of a checkpoint: a link that leads out of the
+            directory, a link to a directory, a device, a pipe or a socket.
+        TypeError: If the metadata hold something else.
+        OSError: If something can't be read or written; the directory is then not committed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = (Path(directory) / "weights.bin").write_bytes(b"123")
+        ...     _ = write_manifest(directory, metadata={"step": 3})
+        ...     read_manifest(directory).metadata, verify_directory(directory).has_checksums
+        ({'step': 3}, True)
+    """
+    check_metadata(metadata or {})
+    names = list_files(directory)
+    return commit_files(directory, sum_files(directory, names, fsync=fsync), metadata=metadata, fsync=fsync)
+
+
+def list_files(directory: str | os.PathLike[str]) -> list[str]:
+    """List the files of a local directory and those below it, without the manifest.
+
+    Args:
+        directory: To be committed.
+
+    Returns:
+        Relative paths with ``/`` between the parts, sorted; at least one.
+
+    Raises:
+        ValueError: If there is none, or one that can't be part of a checkpoint.
+        OSError: If a directory can't be read.
+    """
+    root = Path(directory)
+    names = []
+    for path in _walk(root):
+        _check_file(root, path)
+        names.append(path.relative_to(root).as_posix())
+    if not names:
+        raise ValueError(
+            f"There is no file in {root}. An empty checkpoint would be taken for the latest one, and nothing could be "
+            "resumed from it. Write the files before the directory is committed."
+        )
+    return sorted(names)
+
+
+def sum_files(directory: str | os.PathLike[str], names: Iterable[str], *, fsync: bool = True) -> dict[str, FileEntry]:
+    """Read files of a directory, several at once.
+
+    Args:
+        directory: Local.
+        names: Relative paths.
+        fsync: Wait until each is on the disk, before it is read.
+
+    Returns:
+        Sizes and checksums, by path.
+
+    Raises:
+        OSError: If a file can't be read or put on the disk.
+        ValueError: If a file changes while it is read.
+    """
+    root, names = Path(directory), list(names)
+    return dict(zip(names, _in_threads(lambda name: _sum_file(root / name, fsync=fsync), names), strict=True))
+
+
+def commit_files(
+    directory: str | os.PathLike[str],
+    files: dict[str, FileEntry],
+    *,
+    metadata: dict[str, Any] | None = None,
+    fsync: bool = True,
+) -> Manifest:
+    """Write the manifest of files that have been summed.
+
+    Args:
+        directory: Local.
+        files: Sizes and checksums, by path.
+        metadata: Kept in the manifest.
+        fsync: Wait until the names of the files, and the manifest, are on the disk.
+
+    Raises:
+        OSError: If it can't be written; the directory is then not committed.
+    """
+    root = Path(directory)
+    if fsync:
+        for folder in sorted({(root / name).parent for name in files}, reverse=True):
+            fsync_directory(folder)
+    manifest = Manifest(files=files, metadata=metadata or {})
+    save_manifest(root, manifest, fsync=fsync)
+    if fsync:
+        fsync_directory(Path(os.path.abspath(root)).parent)
+    return manifest
+
+
+def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True) -> Verification:
+    """Compare a directory with its manifest: each file's presence, size and CRC32.
+
+    A file that the manifest does not name is no damage, whoever put it there: not a byte of what was saved has changed.
+    It is reported in ``extra_files``.
+
+    Args:
+        directory: A directory, or the URL of one.
+        contents: Read the files too; without, only their presence and sizes are compared.
+
+    Returns:
+        Whether it was verified by checksums; without a manifest it can't be, and is said to be written without.
+
+    Raises:
+        DamagedCheckpointError: If a file or the directory is missing, or was changed; if the manifest was changed; if
+            the directory is empty, or was never committed.
+        CheckpointError: If a newer version of this package wrote the manifest.
+        OSError: If something can't be read for a reason that is not damage, such as a missing permission.
+    """
+    verification = verify_directory_if_any(directory, contents=contents)
+    if verification is not None:
+        return verification
+    if is_url(directory):
+        raise DamagedCheckpointError(describe_damage(directory, _NO_MANIFEST))
+    try:
+        paths = sorted(_walk(Path(local_path(directory))))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(describe_damage(directory, str(error.strerror))) from error
+    if not paths:
+        raise DamagedCheckpointError(describe_damage(directory, "there is no file in it"))
+    num_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+    return Verification(
+        path=os.fspath(directory), has_checksums=False, reason=_NO_MANIFEST, num_files=len(paths), num_bytes=num_bytes
+    )
+
+
+def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool = True) -> Verification | None:
+    """Compare a directory with its manifest, if it has one.
+
+    Args:
+        directory: A directory, or the URL of one.
+        contents: Read the files too.
+
+    Returns:
+        As ``verify_directory``; None where there is no manifest.
+
+    Raises:
+        DamagedCheckpointError: As ``verify_directory``.
+        CheckpointError: As ``verify_directory``.
+        OSError: As ``verify_directory``.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
+    if not manifest.is_committed:
+        reason = f"it was never committed, it was begun by {describe_owner(manifest)}, which died or is still writing"
+        raise DamagedCheckpointError(describe_damage(directory, reason))
+    reasons = [reason for reason in _in_threads(_comparison(directory, contents), manifest.files.items()) if reason]
+    if reasons:
+        more = f" and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
+        shown = "; ".join(reasons[:_MAX_SHOWN]) + more
+        raise DamagedCheckpointError(
+            describe_damage(directory, f"{len(reasons)} of {len(manifest.files)} files are not as written: {shown}")
+        )
+    return Verification(
+        path=os.fspath(directory),
+        has_checksums=True,
+        num_files=len(manifest.files),
+        num_bytes=sum(entry.size_bytes for entry in manifest.files.values()),
+        extra_files=tuple(_extra_files(directory, manifest)),
+    )
+
+
+def describe_owner(manifest: Manifest) -> str:
+    """Name the process that is writing a directory, or has died in it.
+
+    Args:
+        manifest: Not committed.
+    """
+    owner = manifest.owner or {}
+    return f"process {owner.get('process_id')} on {owner.get('hostname')}"
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in names + links:
+            path = Path(folder, name)
+            if path.parent != root or not (name == MANIFEST_NAME or name.startswith(_TEMPORARY_MANIFEST)):
+                yield path
+
+
+def _check_file(root: Path, path: Path) -> None:
+    if path.is_symlink() and not _is_inside(root, path):
+        raise ValueError(
+            f"{path} is a link that leads out of the checkpoint, to {os.path.realpath(path)}. What it leads to could "
+            "change or vanish without the checkpoint. Copy the file, or link to one in the same directory."
+        )
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kind = "link to a directory" if stat.S_ISDIR(mode) else "device, pipe or socket"
+        raise ValueError(f"{path} is a {kind}, which can't be part of a checkpoint. Take it out of the directory.")
+
+
+def _is_inside(root: Path, path: Path) -> bool:
+    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
+
+
+def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
+    with open(path, "rb") as file:
+        if fsync and os.name != "nt":  # Windows can't do it on a file that is open for reading only
+            os.fsync(file.fileno())
+        size_bytes, crc32 = _sum_stream(file)
+        found_bytes = os.fstat(file.fileno()).st_size
+    if found_bytes != size_bytes:
+        raise ValueError(
+            f"{path} has grown from {size_bytes} to {found_bytes} bytes while the checkpoint was committed. Close all "
+            "files, and wait for threads that write, before the directory is committed."
+        )
+    return FileEntry(size_bytes=size_bytes, crc32=crc32)
+
+
+def _sum_stream(file: IO[bytes]) -> tuple[int, int]:
+    size_bytes, crc32 = 0, 0
+    while chunk := file.read(_CHUNK_BYTES):
+        size_bytes += len(chunk)
+        crc32 = zlib.crc32(chunk, crc32)
+    return size_bytes, crc32
+
+
+def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[tuple[str, FileEntry]], str]:
+    store = open_store(directory)
+    root = None if is_url(directory) else Path(local_path(directory))
+
+    def compare(item: tuple[str, FileEntry]) -> str:
+        name, entry = item
+        if root is not None and not _is_inside(root, root / name):
+            return f"{name} leads out of the directory"
+        try:
+            size_bytes, crc32 = store.size(name), entry.crc32
+            if contents and size_bytes == entry.size_bytes:
+                with open_file(store.path(name)) as file:
+                    size_bytes, crc32 = _sum_stream(file)
+        except OSError as error:
+            return f"{name}: {_damage_of(error)}"
+        if size_bytes != entry.size_bytes:
+            return f"{name} has {size_bytes} bytes, it was written with {entry.size_bytes}"
+        return "" if crc32 == entry.crc32 else f"{name} has CRC32 {crc32:08x}, it was written with {entry.crc32:08x}"
+
+    return compare
+
+
+def _damage_of(error: OSError) -> str:
+    """Say what damage an error stands for; raise it if it stands for none."""
+    kinds = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    if not isinstance(error, kinds) and error.errno not in (errno.EIO, errno.ELOOP):
+        raise error
+    return error.strerror or str(error) or type(error).__name__
+
+
+def _extra_files(directory: str | os.PathLike[str], manifest: Manifest) -> list[str]:
+    if is_url(directory):
+        known = {name.split("/")[0] for name in manifest.files} | {MANIFEST_NAME}
+        return [name for name in open_store(directory).names() if name not in known]
+    root = Path(local_path(directory))
+    return sorted({path.relative_to(root).as_posix() for path in _walk(root)} - set(manifest.files))
+
+
+def _in_threads(function: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    items = list(items)
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(items))
+    if num_threads < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_faulttolerant-sum") as pool:
+        return list(pool.map(function, items))

@@ -1,0 +1,193 @@
+"""What a directory of files consists of: names, sizes and CRC32, in one file that is written last and commits it all.
+
+A manifest protects itself by a checksum, and names no file outside its directory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer
+from lightning_faulttolerant.checkpoint.outcome import describe_damage
+from lightning_faulttolerant.checkpoint.store import open_file, open_store
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+
+MANIFEST_NAME = "checkpoint_manifest.json"
+
+_FORMAT = "lightning_faulttolerant manifest"
+_VERSION = 1
+_HEX_DIGITS = frozenset("0123456789abcdef")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """What a manifest says of one file.
+
+    Args:
+        size_bytes: Its length.
+        crc32: Of the whole content, 0 to 2**32 - 1.
+    """
+
+    size_bytes: int
+    crc32: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What is in the manifest of a directory.
+
+    Args:
+        files: By their paths relative to the directory, with ``/`` between the parts.
+        metadata: The user's, of plain values.
+        owner: Who is writing the directory; None where it is committed.
+    """
+
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    owner: dict[str, Any] | None = None
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the directory is complete: all that it names was on the disk before the manifest was."""
+        return self.owner is None
+
+
+def check_metadata(metadata: dict[str, Any]) -> None:
+    """Demand that metadata read back from a manifest exactly as they were given.
+
+    Args:
+        metadata: Dicts with names, lists, strings, finite numbers, booleans and None.
+
+    Raises:
+        TypeError: If something else is in it; its place is named.
+        ValueError: If a number is not finite.
+    """
+    if type(metadata) is not dict:
+        raise TypeError(f"The metadata of a checkpoint is a {type(metadata).__name__}, it must be a dict.")
+    _check_plain(metadata, place="metadata")
+
+
+def _check_plain(value: Any, *, place: str) -> None:
+    if type(value) is dict:
+        for key, child in value.items():
+            if type(key) is not str:
+                raise TypeError(f"{place} has the key {key!r}, a manifest can hold only strings as keys.")
+            _check_plain(child, place=f"{place}/{key}")
+    elif type(value) is list:
+        for index, child in enumerate(value):
+            _check_plain(child, place=f"{place}/{index}")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(
+            f"{place} is a {type(value).__name__}, a manifest can hold only dicts, lists, strings, numbers, booleans "
+            "and None. Convert it, or save it in a file of the checkpoint."
+        )
+    elif type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}, a manifest can hold only finite numbers.")
+
+
+def save_manifest(directory: str | os.PathLike[str], manifest: Manifest, *, fsync: bool = True) -> None:
+    """Put a manifest into a directory, in the place of one that is there.
+
+    Args:
+        directory: An existing local directory.
+        manifest: What to write.
+        fsync: Wait until the manifest and its name are on the disk.
+
+    Raises:
+        OSError: If it can't be written; the old one is still there.
+    """
+    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+    if manifest.owner is not None:
+        content["owner"] = manifest.owner
+    else:
+        content["metadata"] = manifest.metadata
+        content["files"] = {
+            name: {"size_bytes": entry.size_bytes, "crc32": f"{entry.crc32:08x}"}
+            for name, entry in manifest.files.items()
+        }
+    with atomic_writer(Path(directory) / MANIFEST_NAME, fsync=fsync) as file:
+        file.write(_encode(content))
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a directory and check the manifest, not the files.
+
+    Args:
+        directory: A directory, or the URL of one.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        DamagedCheckpointError: If it is not as it was written, or names a file outside the directory.
+        CheckpointError: If a newer version of this package wrote it.
+        OSError: If it can't be read.
+    """
+    with open_file(open_store(directory).path(MANIFEST_NAME)) as file:
+        data = file.read()
+    try:
+        content = json.loads(data)
+        whole = type(content) is dict and data == _encode({k: v for k, v in content.items() if k != "checksum"})
+    except (ValueError, RecursionError, OverflowError):
+        whole = False
+    if not whole or content.get("format") != _FORMAT:
+        raise DamagedCheckpointError(describe_damage(directory, f"{MANIFEST_NAME} is not as it was written"))
+    if content.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{os.fspath(directory)} has a manifest of version {content.get('version')}, this lightning_faulttolerant "
+            f"knows version {_VERSION}: it can't tell whether the checkpoint is whole. Install a newer one."
+        )
+    try:
+        return _decode(content)
+    except _BadManifest as error:
+        raise DamagedCheckpointError(describe_damage(directory, f"{MANIFEST_NAME} {error}")) from error
+
+
+class _BadManifest(Exception):  # noqa: N818 - never leaves this module
+    """What is wrong with the content of a manifest that is as it was written."""
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    # One way to write each content: then comparing the text also finds changes that parse to the same.
+    body = json.dumps(content, indent=1, sort_keys=True, allow_nan=False)
+    checksum = f"{zlib.crc32(body.encode()):08x}"
+    return (json.dumps({**content, "checksum": checksum}, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _decode(content: dict[str, Any]) -> Manifest:
+    owner = content.get("owner")
+    if owner is not None:
+        if type(owner) is not dict:
+            raise _BadManifest("has an owner that is no owner")
+        return Manifest(owner=owner)
+    files, metadata = content.get("files"), content.get("metadata")
+    if type(files) is not dict or type(metadata) is not dict:
+        raise _BadManifest("has no list of files")
+    return Manifest(
+        files={_checked_name(name): _entry(name, value) for name, value in files.items()}, metadata=metadata
+    )
+
+
+def _checked_name(name: str) -> str:
+    parts = name.split("/")
+    leads_out = os.path.isabs(name) or not {"", ".", ".."}.isdisjoint(parts) or "\0" in name
+    if os.sep != "/":
+        leads_out = leads_out or os.sep in name or ":" in name
+    if leads_out or name == MANIFEST_NAME:
+        raise _BadManifest(f"names {name!r}, which is not a path of a file in the directory")
+    return name
+
+
+def _entry(name: str, value: Any) -> FileEntry:
+    size_bytes, crc32 = (value.get("size_bytes"), value.get("crc32")) if type(value) is dict else (None, None)
+    if type(size_bytes) is not int or size_bytes < 0:
+        raise _BadManifest(f"has no size of {name!r}")
+    if type(crc32) is not str or len(crc32) != 8 or not _HEX_DIGITS.issuperset(crc32):
+        raise _BadManifest(f"has no CRC32 of {name!r}")
+    return FileEntry(size_bytes=size_bytes, crc32=int(crc32, 16))

@@ -1,0 +1,121 @@
+"""fsspec's file system of a URL, with errors that are all OSErrors, and without a draw from the run's generators."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+from fsspec.config import conf
+
+from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
+
+_S3_PROTOCOLS = ("s3", "s3a")
+_GCS_PROTOCOLS = ("gs", "gcs")
+# Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
+_DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
+# Not EIO: a disk that says EIO has lost the data, a network has only not brought it.
+_REMOTE_ERRNO: int = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
+_ERRNOS = {
+    FileNotFoundError: errno.ENOENT,
+    FileExistsError: errno.EEXIST,
+    PermissionError: errno.EACCES,
+    IsADirectoryError: errno.EISDIR,
+    TimeoutError: errno.ETIMEDOUT,
+}
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it.
+
+    It is asked for each time: an instance of fsspec's belongs to one process and one thread, and fsspec keeps them.
+
+    Args:
+        url: Of a file or a directory.
+
+    Raises:
+        CheckpointError: If the package for this kind of URL is not installed, or there is none.
+    """
+    protocol = url.partition("://")[0]
+    try:
+        fs, path = fsspec.url_to_fs(url, **_options(protocol))
+    except ImportError as error:
+        raise CheckpointError(
+            f"{url} can't be opened: {error}. Without its package no checkpoint can be written there or read from "
+            f"there. Install it: pip install {_package(error)}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{url} can't be opened: {error}. Nothing could be written there or read from there. Give a directory, or "
+            "a URL that fsspec knows, such as s3://bucket/folder."
+        ) from error
+    _let_retries_draw_elsewhere()
+    return fs, path
+
+
+def is_s3(fs: Any) -> bool:
+    """Tell whether a file system is s3fs's."""
+    return _protocols(fs) == set(_S3_PROTOCOLS)
+
+
+def is_gcs(fs: Any) -> bool:
+    """Tell whether a file system is gcsfs's."""
+    return _protocols(fs) == set(_GCS_PROTOCOLS)
+
+
+@contextlib.contextmanager
+def remote_errors(url: str) -> Iterator[None]:
+    """Raise what goes wrong with a URL as an OSError that has a number and names the URL.
+
+    Args:
+        url: What the block reads or writes.
+
+    Raises:
+        OSError: Instead of any other error, those of botocore, aiohttp and Google's clients among them.
+    """
+    try:
+        yield
+    except FaultToleranceError:
+        raise
+    except Exception as error:  # each client has errors of its own, and few of them are OSErrors
+        raise _as_os_error(error, url) from error
+
+
+def _as_os_error(error: Exception, url: str) -> OSError:
+    text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno and not str(error) else str(error)
+    for kind, number in _ERRNOS.items():
+        if isinstance(error, kind):
+            return kind(number, text or os.strerror(number), url)
+    if isinstance(error, OSError) and error.errno not in (None, errno.EIO):
+        return OSError(error.errno, error.strerror or text, url)
+    return OSError(_REMOTE_ERRNO, f"{type(error).__name__}: {text}", url)
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    if protocol not in _S3_PROTOCOLS:
+        return {}
+    given = {**conf.get("s3a", {}), **conf.get("s3", {})}.get("config_kwargs", {})
+    # The mode "standard" takes its random numbers in a way that can't be led elsewhere, and is the default for some.
+    return {"config_kwargs": {"retries": {"mode": "legacy"}, **given}}
+
+
+def _package(error: ImportError) -> str:
+    # fsspec raises an ImportError with advice of its own from the one that names the module.
+    missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    return (missing.name or "the package that it needs").partition(".")[0]
+
+
+def _let_retries_draw_elsewhere() -> None:
+    for name in _DRAWING_MODULES:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "random", None) is random:
+            module.random = random.Random()  # type: ignore[attr-defined]

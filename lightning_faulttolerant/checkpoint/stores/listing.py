@@ -1,0 +1,13 @@
+"""What is directly in a directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The names of the files and of the folders, sorted. Links to folders and special files are neither."""
+
+    files: list[str]
+    folders: list[str]

@@ -1,0 +1,228 @@
+"""Count the steps that this process takes with the files below a directory, and let chosen ones go wrong.
+
+Replaced while the block runs, and put back exactly: ``open``, and the functions of ``os`` that change or list files.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, final
+
+from lightning_faulttolerant.testing.faults import Fault
+from lightning_faulttolerant.testing.locate import locate
+from lightning_faulttolerant.testing.steps import KINDS, Step
+from lightning_faulttolerant.testing.writable import open_writable
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Two blocks of one process would put back one another's functions if they ended out of order.
+_blocks: list[FaultyFiles] = []
+_inside = threading.local()
+
+
+@final
+class FaultyFiles:
+    """Counts the file-system steps below a directory while its block runs, and gives chosen ones to a fault.
+
+    All threads of the process are seen, and processes forked in the block. A step of a file that is open for writing is
+    what reaches the system: a small write that stays in Python's buffer is none, the flush that empties it is one
+    "write".
+
+    Not seen, because they don't go through Python: writers in other languages, such as ``torch.save(obj, path)``, which
+    opens a path in C++ (``torch.save(obj, file)`` is seen); sqlite; processes started by ``exec``. Nor ``io.FileIO``
+    where a program calls it itself, files that were open before the block, and functions that somebody has kept under
+    a name of his own (``from os import replace``).
+
+    Args:
+        directory: The steps below it count; it must exist, what is below may come later.
+        fault: What happens in the chosen steps, such as ``fail_with(errno.ENOSPC)``; None only counts.
+        kind: Only steps of this kind, or of these kinds (see ``KINDS``), are chosen; of all by default.
+        at: The number of the chosen step among those of its kind, from 1; None for each of them.
+        lasting: Whether from `at` on each step of its kind is chosen, as on a disk that is full and stays full.
+
+    Attributes:
+        steps: What has been done so far, the chosen steps included.
+
+    Example:
+        >>> import errno, tempfile
+        >>> from lightning_faulttolerant.testing import FaultyFiles, fail_with
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> with FaultyFiles(directory) as files:
+        ...     _ = (directory / "notes.txt").write_text("all is well")
+        >>> [step.kind for step in files.steps]
+        ['open', 'write', 'close']
+        >>> with FaultyFiles(directory, fail_with(errno.ENOSPC), kind="write"):
+        ...     _ = (directory / "notes.txt").write_text("all is well")
+        Traceback (most recent call last):
+            ...
+        OSError: [Errno 28] No space left on device: ...
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        fault: Fault | None = None,
+        *,
+        kind: str | Collection[str] | None = None,
+        at: int | None = None,
+        lasting: bool = False,
+    ) -> None:
+        kinds = frozenset(KINDS if kind is None else [kind] if isinstance(kind, str) else kind)
+        if not kinds <= set(KINDS):
+            raise ValueError(f"There is no kind of step named {sorted(kinds - set(KINDS))}. Take some of {KINDS}.")
+        if at is not None and at < 1:
+            raise ValueError(f"at is {at}, steps are counted from 1.")
+        self.steps: list[Step] = []
+        self._root = Path(os.path.realpath(directory))
+        self._fault = fault
+        self._kinds = kinds
+        self._at = at
+        self._lasting = lasting
+        self._num_of_kinds = 0
+        self._lock = threading.RLock()  # a signal handler may take a step too
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> FaultyFiles:
+        if _blocks:
+            raise RuntimeError("A FaultyFiles or PowerLoss block is open already. Two at once would see one another.")
+        _blocks.append(self)
+        for owner, name, ours in self._replacements():
+            self._replaced.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, ours)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._replaced:
+            owner, name, original = self._replaced.pop()
+            setattr(owner, name, original)
+        _blocks.remove(self)
+
+    def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
+        """Count a step, and do it, or what the fault makes of it."""
+        if self not in _blocks or getattr(_inside, "is_set", False):  # the block is over, or a step within a step
+            return perform()
+        with self._lock:
+            step = Step(number=len(self.steps) + 1, kind=kind, path=path, num_bytes=num_bytes)
+            self.steps.append(step)
+            fault = self._fault if self._is_chosen(kind) else None
+        with _steps_within_hidden():
+            return perform() if fault is None else fault(step, perform)
+
+    def _is_chosen(self, kind: str) -> bool:
+        if kind not in self._kinds:
+            return False
+        self._num_of_kinds += 1
+        return self._at is None or self._num_of_kinds == self._at or (self._lasting and self._num_of_kinds > self._at)
+
+    def _place(self, file: Any, dir_fd: int | None = None) -> Path | None:
+        path = locate(file, dir_fd)
+        return path if path is not None and (path == self._root or self._root in path.parents) else None
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        by_name = {
+            **{name: self._of_one("unlink", getattr(os, name)) for name in ("unlink", "remove")},
+            **{name: self._of_one(name, getattr(os, name)) for name in ("mkdir", "rmdir")},
+            **{name: self._of_one("truncate", getattr(os, name)) for name in ("truncate", "ftruncate")},
+            **{name: self._of_one("list", getattr(os, name)) for name in ("listdir", "scandir")},
+            **{name: self._of_two("rename", getattr(os, name)) for name in ("replace", "rename")},
+            **{name: self._of_two("link", getattr(os, name)) for name in ("link", "symlink")},
+            **{name: self._sync(getattr(os, name)) for name in ("fsync", "fdatasync") if hasattr(os, name)},
+            **{name: self._write(getattr(os, name)) for name in ("write", "pwrite") if hasattr(os, name)},
+            "open": self._open_descriptor(os.open),
+        }
+        if hasattr(os, "sendfile"):  # what shutil copies with
+            by_name["sendfile"] = self._of_one("write", os.sendfile)
+        yield from ((os, name, ours) for name, ours in by_name.items())
+        opens = self._open(builtins.open)
+        yield builtins, "open", opens
+        yield io, "open", opens
+        accessor = getattr(pathlib, "_NormalAccessor", None)  # Python 3.10 keeps the functions of os here
+        if accessor is not None:
+            ours = {**by_name, "open": opens}
+            yield from ((accessor, name, staticmethod(ours[name])) for name in sorted(set(ours) & set(vars(accessor))))
+
+    def _of_one(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand in for a function whose first argument is the path or the descriptor."""
+
+        @functools.wraps(real)
+        def call(file: Any = ".", *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
+            options |= {} if dir_fd is None else {"dir_fd": dir_fd}
+            place = self._place(file, dir_fd)
+            perform = functools.partial(real, file, *args, **options)
+            return perform() if place is None else self.take(kind, place, perform)
+
+        return call
+
+    def _of_two(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Stand in for a function of an old and a new path."""
+
+        @functools.wraps(real)
+        def call(source: Any, target: Any, *args: Any, **options: Any) -> Any:
+            new = self._place(target, options.get("dst_dir_fd", options.get("dir_fd")))
+            old = self._place(source, options.get("src_dir_fd")) if kind == "rename" else None
+            perform = functools.partial(real, source, target, *args, **options)
+            return perform() if (new or old) is None else self.take(kind, new or old or self._root, perform)
+
+        return call
+
+    def _sync(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(descriptor: Any) -> Any:
+            place = self._place(descriptor if isinstance(descriptor, int) else descriptor.fileno())
+            kind = "fsync_directory" if place is not None and place.is_dir() else "fsync"
+            perform = functools.partial(real, descriptor)
+            return perform() if place is None else self.take(kind, place, perform)
+
+        return call
+
+    def _write(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(descriptor: int, data: Any, *offset: int) -> Any:
+            place = self._place(descriptor)
+            if place is None:
+                return real(descriptor, data, *offset)
+            view = memoryview(data).cast("B")
+
+            def perform(num_bytes: int | None = None) -> Any:
+                return real(descriptor, view[:num_bytes], *offset)
+
+            return self.take("write", place, perform, num_bytes=len(view))
+
+        return call
+
+    def _open_descriptor(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(path: Any, flags: int, *args: Any, dir_fd: int | None = None, **options: Any) -> Any:
+            options |= {} if dir_fd is None else {"dir_fd": dir_fd}
+            place = self._place(path, dir_fd) if flags & _WRITING else None
+            perform = functools.partial(real, path, flags, *args, **options)
+            return perform() if place is None else self.take("open", place, perform)
+
+        return call
+
+    def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def call(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+            writes = isinstance(mode, str) and bool(set("wxa+") & set(mode))
+            place = self._place(file) if writes else None
+            if place is None:
+                return real(file, mode, *args, **options)
+            return open_writable(functools.partial(self.take, path=place), file, mode, *args, **options)
+
+        return call
+
+
+@contextlib.contextmanager
+def _steps_within_hidden() -> Iterator[None]:
+    _inside.is_set = True
+    try:
+        yield
+    finally:
+        _inside.is_set = False

@@ -1,0 +1,59 @@
+"""An S3 API on localhost, in a process of its own, and what tests need to look behind the stores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+# The name, not the number: so that names are looked up here as they are anywhere else.
+HOST = "localhost"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@contextlib.contextmanager
+def s3_server(**environment: str) -> Iterator[str]:
+    """Run moto's server, and give its address."""
+    port = free_port()
+    with subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as server:
+        try:
+            _wait_for(port)
+            yield f"http://{HOST}:{port}"
+        finally:
+            server.kill()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def client(endpoint: str) -> Any:
+    """Return a client of botocore's own, which shares nothing with s3fs."""
+    import botocore.session
+
+    session = botocore.session.get_session()
+    session.set_credentials("testing", "testing")
+    return session.create_client("s3", endpoint_url=endpoint, region_name="us-east-1")
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise TimeoutError("moto's server did not start")
