@@ -20,11 +20,13 @@ from lightning_faulttolerant.errors import (
 
 if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.callback import FaultTolerance
+    from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AtomicCheckpointIO",
     "CheckpointError",
     "DamagedCheckpointError",
     "FaultTolerance",
@@ -41,6 +43,7 @@ __all__ = [
 
 # These need Lightning, which takes seconds to import and which the data side works without.
 _LAZY = {
+    "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
 }

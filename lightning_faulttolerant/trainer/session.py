@@ -18,6 +18,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
+from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
@@ -90,6 +91,7 @@ class Session:
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._files.follow()
+        write_atomically(self._trainer, self._patches)
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
