@@ -76,7 +76,7 @@ def share_of(saves: list[tuple[float, float]]) -> float:
 
 
 def test_share_of_the_time_that_goes_into_saving(tmp_path: Path) -> None:
-    """The share is kept and made use of; what counts is how long training waits, so behind it saves are more frequent."""
+    """The share is kept and made use of; only what training waits for counts: saves behind it come more often."""
     at_once, behind = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))
     for saves in (at_once, behind):
         assert len(saves) >= 3
