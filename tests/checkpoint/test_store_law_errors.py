@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.testing import FaultyFiles, fail_with, lose, write_short
-from tests.checkpoint.writers import WRITERS, content, exit_code, leftovers, prepared
+from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, WRITERS, content, exit_code, leftovers, prepared
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS]
 EACH_WRITER = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
