@@ -32,14 +32,13 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
     raise AssertionError("the action does not end")
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize(
-    ("writer", "num_before"),
+    ("writer", "num_before", "keeps"),
     [
-        *((writer, num_before) for writer in FILE_WRITERS for num_before in (0, 1, 3)),
-        (DIRECTORY, 2),
-        pytest.param(DIRECTORY, 0, marks=pytest.mark.slow),
-        pytest.param(DIRECTORY, 3, marks=pytest.mark.slow),
+        *((writer, num_before, keeps) for writer in FILE_WRITERS for num_before in (0, 1, 3) for keeps in KEEPS),
+        (DIRECTORY, 2, "synced"),
+        *(pytest.param(DIRECTORY, 2, keeps, marks=pytest.mark.slow) for keeps in ("names", "removals")),
+        *(pytest.param(DIRECTORY, 0, keeps, marks=pytest.mark.slow) for keeps in KEEPS),
     ],
     ids=lambda value: str(getattr(value, "name", value)),
 )

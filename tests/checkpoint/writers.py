@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -17,7 +18,9 @@ import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
 from lightning_faulttolerant.checkpoint.atomic_file import make_directory
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
 
@@ -61,12 +64,35 @@ def content(number: int) -> dict[str, Any]:
     return {"number": number, "weights": torch.full((NUM_WEIGHTS,), number, dtype=torch.int32)}
 
 
-def _series(keep_last: int) -> Writer:
-    def save(directory: Path, number: int) -> Path:
+def _series(keep_last: int, *, is_behind: bool = False) -> Writer:
+    def save(directory: Path, number: int) -> None:
         series = AutosaveSeries(directory, keep_last=keep_last)
-        return series.save(content(number), epoch=0, batch=number, global_step=number)
+        job = functools.partial(series.save, content(number), epoch=0, batch=number, global_step=number)
+        _behind(job) if is_behind else job()
 
-    return Writer(name=f"series-{keep_last}", save=save, newest=lambda directory: AutosaveSeries(directory).newest())
+    def newest(directory: Path) -> str | None:
+        return AutosaveSeries(directory).newest()
+
+    return Writer(name=f"series-{keep_last}{'-behind' if is_behind else ''}", save=save, newest=newest)
+
+
+def _behind(job: Callable[[], Any]) -> None:
+    """Do a job as an asynchronous save does, in the thread of the background writer."""
+    writer = BackgroundWriter("test")
+    writer.start(job)
+    writer.wait()
+    error = writer.take_error()
+    if error is not None:
+        raise error
+
+
+def _save_by_lightning(directory: Path, number: int) -> None:
+    AtomicCheckpointIO().save_checkpoint(content(number), directory / "checkpoints" / "last.ckpt")
+
+
+def _lightnings(directory: Path) -> Path | None:
+    path = directory / "checkpoints" / "last.ckpt"
+    return path if path.exists() else None
 
 
 def _save_to_one_path(directory: Path, number: int) -> None:
@@ -110,7 +136,14 @@ DIRECTORY = Writer(
 )
 ONE_PATH = Writer(name="one-path", save=_save_to_one_path, newest=_one_path, removes_leftovers=False)
 SERIES = _series(2)
-FILE_WRITERS = [_series(1), SERIES, ONE_PATH]
+CHECKPOINT_IO = Writer(
+    name="checkpoint-io",
+    save=_save_by_lightning,
+    newest=_lightnings,
+    load=AtomicCheckpointIO().load_checkpoint,
+    removes_leftovers=False,
+)
+FILE_WRITERS = [_series(1, is_behind=True), SERIES, ONE_PATH, CHECKPOINT_IO]
 WRITERS = [*FILE_WRITERS, DIRECTORY]
 
 
