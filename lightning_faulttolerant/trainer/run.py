@@ -6,17 +6,16 @@ not mix, and the second fit of a script is told from the first.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
 import re
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
@@ -73,14 +72,10 @@ class Run:
         self._has_ended = False
         self._store = open_store(directory)
         self._lock = open_lock(directory)
+        self._store.listing()  # before the lock: stores say more of what is wrong with a listing
         self._lock.acquire()
-        try:
-            self._store.listing()  # so that a missing right to list is found out now
-            self._store.abort_uploads()
-        except BaseException:
-            self._lock.release()
-            raise
-        _call_at_exit(self._end, is_remote=is_url(directory))
+        self._store.abort_uploads()
+        call_at_end(self._end, is_remote=is_url(directory))
 
     def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
         """Return the autosaves of the next fit of this process."""
@@ -137,15 +132,6 @@ class Run:
 def _number(name: str) -> int:
     number = name.removeprefix("fit-")
     return int(number) if number.isdecimal() else 0
-
-
-def _call_at_exit(function: Callable[[], None], *, is_remote: bool) -> None:
-    atexit.register(function)
-    # asyncio looks hosts up in threads, and these can't be started any more when the functions of atexit are called:
-    # a remote run must end before, in the way in which the pool of these threads itself is ended.
-    register = getattr(threading, "_register_atexit", None)
-    if is_remote and register is not None:
-        register(function)
 
 
 _runs: dict[str, Run] = {}

@@ -16,6 +16,7 @@ import s3fs
 
 from lightning_faulttolerant.checkpoint.store import is_url, local_copy, open_file, open_store, open_writer, split_path
 from lightning_faulttolerant.checkpoint.stores import uploads
+from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from tests.s3 import PAGE, client
 
@@ -231,20 +232,63 @@ def test_etags_of_encrypted_objects_are_not_compared(s3: str, monkeypatch: pytes
     assert "get_object" not in [method for method, _ in calls]
 
 
-def test_nothing_is_believed_that_was_listed_before(s3: str, bucket: Callable[..., Any]) -> None:
-    """What another machine writes, overwrites and deletes is seen at once, in whatever way it was looked at before."""
-    store = open_store(f"{s3}/run")
+def test_encrypted_object_that_lost_bytes_is_set_aside(
+    s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the ETag says nothing the size still does."""
+    real = uploads._S3Upload.publish
+
+    def publish_damaged(self: Any) -> None:
+        real(self)
+        bucket("put_object", Key="a", Body=b"123", ServerSideEncryption="aws:kms")
+
+    monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
+    with pytest.raises(DamagedCheckpointError, match="it has 3 bytes, 4 were sent"):
+        write(s3, "a", b"1234")
+
+
+def test_object_that_stands_for_a_folder_is_no_file(s3: str, bucket: Callable[..., Any]) -> None:
+    """Consoles make an empty object "run/" for a folder: it is not a file without a name."""
+    bucket("put_object", Key="run/", Body=b"")
+    bucket("put_object", Key="run/fit-1/", Body=b"")
+    assert open_store(f"{s3}/run").names() == ["fit-1"]
+    assert open_store(f"{s3}/run/fit-1").names() == []
+
+
+def _copied(path: str) -> bytes:
+    with local_copy(path) as file:
+        return file.read()
+
+
+@pytest.mark.parametrize(
+    ("look", "expected"),
+    [
+        (lambda store: store.names(), ["a", "b"]),
+        (lambda store: store.size("a"), 3),
+        (lambda store: read(store.path("a")), b"234"),
+        (lambda store: _copied(store.path("a")), b"234"),
+    ],
+    ids=["names", "size", "open_file", "local_copy"],
+)
+def test_nothing_is_believed_that_was_listed_before(
+    s3: str, bucket: Callable[..., Any], look: Callable[[Any], Any], expected: Any
+) -> None:
+    """What another machine writes, overwrites and deletes is seen at once, whatever was listed before."""
     write(f"{s3}/run", "a", b"1")
-    fs = fsspec.filesystem("s3")
-    assert fs.ls(f"{s3}/run") == [f"{s3.removeprefix('s3://')}/run/a"]
-    assert (store.names(), store.size("a"), read(store.path("a"))) == (["a"], 1, b"1")
+    fs, path = file_system(f"{s3}/run")
+    assert fs.ls(path) == [f"{path}/a"]
     bucket("put_object", Key="run/a", Body=b"234")
     bucket("put_object", Key="run/b", Body=b"5")
-    assert (store.names(), store.size("a"), read(store.path("a"))) == (["a", "b"], 3, b"234")
-    bucket("delete_object", Key="run/a")
-    assert store.names() == ["b"]
-    with pytest.raises(FileNotFoundError):
-        store.size("a")
+    assert fs.ls(path) == [f"{path}/a"], "fsspec remembers: the test can see something"
+    assert look(open_store(f"{s3}/run")) == expected
+    assert fs.ls(path, refresh=True) == [f"{path}/a", f"{path}/b"]
+    for key in ("run/a", "run/b"):
+        bucket("delete_object", Key=key)
+    if isinstance(expected, list):
+        assert look(open_store(f"{s3}/run")) == []
+    else:
+        with pytest.raises(FileNotFoundError):
+            look(open_store(f"{s3}/run"))
 
 
 @pytest.mark.parametrize("num_objects", [PAGE + 1, pytest.param(1_000, marks=pytest.mark.slow)])
