@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
+
+from tests.s3 import CREDENTIALS, client, s3_server
 
 torch.set_num_threads(1)
 
@@ -20,3 +24,20 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the variables of the surroundings out of the tests."""
     for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_"))]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The address of an S3 API on localhost."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket, with the credentials in the environment."""
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3_endpoint}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    client(s3_endpoint).create_bucket(Bucket=bucket)
+    return f"s3://{bucket}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 
 # The name, not the number: so that names are looked up here as they are anywhere else.
 HOST = "localhost"
+# How many objects the server lists at once: a real one lists 1,000.
+PAGE = 50
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -22,7 +25,7 @@ def s3_server(**environment: str) -> Iterator[str]:
     port = free_port()
     with subprocess.Popen(
         [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, **environment},
+        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as server:
@@ -41,6 +44,7 @@ def free_port() -> int:
         return port
 
 
+@functools.lru_cache
 def client(endpoint: str) -> Any:
     """Return a client of botocore's own, which shares nothing with s3fs."""
     import botocore.session

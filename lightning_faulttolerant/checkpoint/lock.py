@@ -25,7 +25,7 @@ if sys.platform != "win32":
 
 _logger = logging.getLogger(__name__)
 
-_LOCK_NAME = "run.lock"
+LOCK_NAME = "run.lock"
 
 # POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it: so
 # this process must know what it holds, and never open such a file again. The value is the process id: after a fork the
@@ -73,10 +73,13 @@ class RunLock:
         key = os.path.realpath(self.directory)
         with _holders_lock:
             if _holders.get(key) == os.getpid():
-                raise RunInUseError(_describe_holder(self.directory, socket.gethostname(), os.getpid()))
+                raise RunInUseError(describe_holder(self.directory, socket.gethostname(), os.getpid()))
             descriptor = _open_locked(self.directory)
             self._key, self._descriptor, self._process_id = key, descriptor, os.getpid()
             _holders[key] = os.getpid()
+
+    def check(self) -> None:
+        """Do nothing: the operating system keeps this lock for as long as the process lives, even while it sleeps."""
 
     def release(self) -> None:
         """Give the lock back; does nothing where this object does not hold it, such as in a forked child."""
@@ -85,7 +88,7 @@ class RunLock:
         with _holders_lock:
             # Removed while still locked: who waits at the old file sees that it is gone and takes the new one.
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._key, _LOCK_NAME))
+                os.unlink(os.path.join(self._key, LOCK_NAME))
             os.close(self._descriptor)
             self._process_id = None
             del _holders[self._key]
@@ -101,7 +104,7 @@ class RunLock:
 
 
 def _open_locked(directory: Path) -> int:
-    path = directory / _LOCK_NAME
+    path = directory / LOCK_NAME
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -129,7 +132,7 @@ def _lock(descriptor: int, directory: Path) -> None:
             _warn_unprotected(directory, str(error))
             return
         hostname, process_id = _read_holder(descriptor)
-        raise RunInUseError(_describe_holder(directory, hostname, process_id)) from error
+        raise RunInUseError(describe_holder(directory, hostname, process_id)) from error
 
 
 def _warn_unprotected(directory: Path, reason: str) -> None:
@@ -159,7 +162,8 @@ def _read_holder(descriptor: int) -> tuple[str, int | None]:
         return "an unknown host", None
 
 
-def _describe_holder(directory: Path, hostname: str, process_id: int | None) -> str:
+def describe_holder(directory: Path | str, hostname: str, process_id: int | None) -> str:
+    """Say who is in a run's directory, why that matters and what to do."""
     who = f"process {process_id} on {hostname}" if process_id is not None else f"a process on {hostname}"
     if process_id == os.getpid() and hostname == socket.gethostname():
         who += " (this one)"

@@ -96,7 +96,7 @@ class AutosaveSeries:
         if not is_url(path):
             self._verify(name, global_step)
         _logger.debug("Saved step %d to %s", global_step, path)
-        too_many = _autosaves(self.store.listing())[: -self.keep_last]
+        too_many = [*_autosaves(listing), name][: -self.keep_last]
         if too_many:
             self.check()
         for old in too_many:

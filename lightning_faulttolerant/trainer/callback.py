@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +25,8 @@ class FaultTolerance(Callback):
     """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
 
     Args:
-        dirpath: Where the autosaves go: a local directory. Default: ``<default_root_dir>/fault_tolerance``.
+        dirpath: Where the autosaves go: a directory, or a URL such as ``s3://bucket/folder``. Default:
+            ``<default_root_dir>/fault_tolerance``.
         run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
         keep_last: How many verified autosaves are kept, at least 1.
         every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
@@ -55,7 +56,7 @@ class FaultTolerance(Callback):
 
     def __init__(
         self,
-        dirpath: str | Path | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
         *,
         run_id: str | None = None,
         keep_last: int = 2,

@@ -6,17 +6,16 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY
+from lightning_faulttolerant.trainer.files.parts import load
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position, progress_of
 
@@ -62,24 +61,24 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
         given: The path that Lightning has made of the ``ckpt_path`` of this fit.
         options: Whether to resume at all.
     """
-    path = None if given is None else os.path.realpath(given) if "://" not in str(given) else str(given)
+    path = None if given is None else str(given) if is_url(given) else os.path.realpath(local_path(given))
     is_newest = path is not None and compat.is_newest_of_trainer(trainer, path)
     origin = None if is_newest else path
     if not options.auto_resume:
         series.set_aside("not-resumed")
         return Choice(path=_as_given(given), origin=origin)
-    newest = series.newest()
-    if newest is None:
+    found = series.load_newest()
+    if found is None:
         return Choice(path=_as_given(given), origin=origin)
-    ours = load_file(newest)
+    newest, ours = found
     if path is None or (origin is not None and ours[KEY]["origin"] == origin):
-        return Choice(path=str(newest), origin=origin, checkpoint=ours, is_autosave=True)
+        return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
     if is_newest and _is_further(ours, path):
-        return Choice(path=str(newest), origin=ours[KEY]["origin"], checkpoint=ours, is_autosave=True)
+        return Choice(path=newest, origin=ours[KEY]["origin"], checkpoint=ours, is_autosave=True)
     if is_newest:
         rank_zero_info(f"{path} is further on than the autosave {newest}.")
-        return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=str(newest))
-    return Choice(path=_as_given(given), origin=origin, sets_aside=str(newest), autosave=str(newest))
+        return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=newest)
+    return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
@@ -102,9 +101,10 @@ def _is_further(ours: Mapping[str, Any], path: str) -> bool:
 
     One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most.
     """
-    if not Path(path).is_file():
+    try:
+        theirs = load(path)
+    except (FileNotFoundError, IsADirectoryError):
         return False
-    theirs = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     part = theirs.get(KEY)
     return progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import PurePath
 
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.trainer.run import check_run_id
 
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+_SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """See `FaultTolerance` for what each argument means."""
 
-    dirpath: Path | None
+    dirpath: str | None
     run_id: str | None
     keep_last: int
     every_n_train_steps: int | None
@@ -65,15 +69,15 @@ def _check_signal(name: str) -> None:
         raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
 
 
-def checked_dirpath(dirpath: str | Path | None) -> Path | None:
-    """Return `dirpath` as a local path.
+def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """Return `dirpath` as a local path or as a URL of another file system.
 
     Raises:
-        ValueError: If it is a URL of another file system.
+        ValueError: If it is a URL that `Path` has spoilt.
     """
     if dirpath is None:
         return None
-    text = str(dirpath)
-    if "://" in text and not text.startswith("file://"):
-        raise ValueError(f"dirpath must be a local directory for now, got {text!r}. Remote stores come later.")
-    return Path(text.removeprefix("file://"))
+    text = os.fspath(dirpath)
+    if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
+        raise ValueError(f"dirpath is {dirpath!r}: Path takes a slash from a URL. Pass the URL as a string.")
+    return text if is_url(text) else local_path(text)

@@ -6,7 +6,6 @@ not mix, and the second fit of a script is told from the first.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import os
@@ -15,8 +14,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_faulttolerant.checkpoint.lock import RunLock
+from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,10 @@ RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 # The task's number in a job array; a job's own id is another one each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
 _STEM_LENGTH = 64
+_REMOTE_ADVICE = (
+    "Look at the credentials, the name of the bucket and the endpoint: they are taken from where the client of that"
+    " store takes them, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or fsspec's own configuration. "
+)
 _ALLOWED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -56,85 +61,99 @@ def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
 
 
 class Run:
-    """One run's directory, held against other processes until this one ends."""
+    """One run's directory, here or in an object store, held against other processes until this one ends."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: str) -> None:
         self.directory = directory
         self.num_fits = 0
         self.num_open = 0
         """Fits that have not come to their end: one that is left by an exception never does."""
         self.process_id = os.getpid()
-        self._lock = RunLock(directory)
+        self._has_ended = False
+        self._store = open_store(directory)
+        self._lock = open_lock(directory)
+        self._store.listing()  # before the lock: stores say more of what is wrong with a listing
         self._lock.acquire()
-        atexit.register(self._end)
+        self._store.abort_uploads()
+        call_at_end(self._end, is_remote=is_url(directory))
 
     def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
         """Return the autosaves of the next fit of this process."""
         self.num_fits += 1
         self.num_open += 1
-        return AutosaveSeries(self.directory / f"fit-{self.num_fits}", keep_last=keep_last)
+        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=self._lock.check)
 
-    def later_autosaves(self) -> list[Path]:
+    def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
-        later = (directory for directory in self.directory.glob("fit-*") if _number(directory) > self.num_fits)
-        return [path for directory in later for path in AutosaveSeries(directory).paths()[-1:]]
+        later = [name for name in self._fits() if _number(name) > self.num_fits]
+        return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 
     def end_fit(self) -> None:
         """Note that a fit came to its end."""
         self.num_open -= 1
 
     def _end(self) -> None:
-        if os.getpid() != self.process_id:
+        if os.getpid() != self.process_id or self._has_ended:
             return
+        self._has_ended = True
         # The interpreter sets these for an exception that nobody caught.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         ended_well = self.num_open == 0 and uncaught is None
-        if ended_well:
-            self.remove()
+        try:
+            if ended_well:
+                self.remove()
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "Autosaves of this run, which is done, could not be removed from %s: %s", self.directory, error
+            )
         self._lock.release()
         if ended_well:
-            _remove_if_empty(self.directory)
+            self._remove_if_empty()
 
     def remove(self) -> None:
         """Remove all autosaves of this run, the last fit's first.
 
         A process that is killed meanwhile leaves the first fits finished, and trains the later ones again from there.
         """
-        for directory in sorted(self.directory.glob("fit-*"), key=_number, reverse=True):
-            AutosaveSeries(directory, keep_last=1).remove_all()
+        self._lock.check()
+        for name in reversed(self._fits()):
+            AutosaveSeries(self._store.path(name), keep_last=1).remove_all()
+
+    def _fits(self) -> list[str]:
+        return sorted((name for name in self._store.listing().folders if name.startswith("fit-")), key=_number)
+
+    def _remove_if_empty(self) -> None:
+        try:
+            self._store.remove_if_empty()
+        except OSError as error:
+            _log.debug("%s stays: %s", self.directory, error)
 
 
-def _number(directory: Path) -> int:
-    number = directory.name.removeprefix("fit-")
+def _number(name: str) -> int:
+    number = name.removeprefix("fit-")
     return int(number) if number.isdecimal() else 0
 
 
-_runs: dict[Path, Run] = {}
+_runs: dict[str, Run] = {}
 
 
-def open_run(dirpath: Path, run_id: str) -> Run:
+def open_run(dirpath: str | os.PathLike[str], run_id: str) -> Run:
     """Return this process's run of that name, locked against other processes.
 
     Raises:
         RunInUseError: If another process has it.
         CheckpointError: If the directory can't be written.
     """
-    directory = (dirpath / run_id).resolve()
+    store = open_store(dirpath)
+    directory = store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
     run = _runs.get(directory)
     if run is None or run.process_id != os.getpid():
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             run = _runs[directory] = Run(directory)
         except OSError as error:
             raise CheckpointError(
                 f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."
-                " Pass FaultTolerance(dirpath=...) a directory that can be written."
+                f" {_REMOTE_ADVICE if is_url(directory) else ''}"
+                "Pass FaultTolerance(dirpath=...) a directory that can be written."
             ) from error
     return run
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError as error:
-        _log.debug("%s stays: %s", directory, error)

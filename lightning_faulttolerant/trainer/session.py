@@ -7,12 +7,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
@@ -28,7 +28,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
-from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -56,7 +56,7 @@ class Session:
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self.trainer = self._trainer = trainer
         self._options = options
-        dirpath = options.dirpath or (checked_dirpath(trainer.default_root_dir) or Path()) / "fault_tolerance"
+        dirpath = options.dirpath or open_store(trainer.default_root_dir).path("fault_tolerance")
         self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
         self._series = self._run.begin_fit(keep_last=options.keep_last)
         is_per_sample = options.worker_rng == "per_sample"

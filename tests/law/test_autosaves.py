@@ -284,12 +284,6 @@ def test_any_validation_data_that_is_run_whole(num_workers: int) -> None:
     assert cost.batch == 5
 
 
-def test_remote_default_root_dir_asks_for_a_local_dirpath(tmp_path: Path) -> None:
-    """A remote directory is refused by name rather than taken for a local one."""
-    with pytest.raises(ValueError, match="memory://"):
-        fit_net([FaultTolerance()], "memory://somewhere")
-
-
 def test_other_surroundings_are_reported(tmp_path: Path) -> None:
     """Another number of threads leaves the state exact, and the report says that the last bits may differ."""
     run(lambda: fit_net([protected(), KillAt(5)], tmp_path))

@@ -88,11 +88,12 @@ def test_options_cant_be_changed() -> None:
         Options(**DEFAULTS).keep_last = 0  # type: ignore[misc]
 
 
-def test_directory_is_local() -> None:
-    """Paths and file URLs are directories; other URLs are refused by name."""
+def test_directory_may_be_a_url() -> None:
+    """Paths and file URLs are directories, other URLs are kept; one that Path has spoilt is refused by name."""
     assert checked_dirpath(None) is None
-    assert checked_dirpath("runs") == Path("runs")
-    assert checked_dirpath(Path("/runs")) == Path("/runs")
-    assert checked_dirpath("file:///runs") == Path("/runs")
-    with pytest.raises(ValueError, match="got 's3://bucket/runs'"):
-        checked_dirpath("s3://bucket/runs")
+    assert checked_dirpath("runs") == "runs"
+    assert checked_dirpath(Path("/runs")) == "/runs"
+    assert checked_dirpath("file:///runs") == "/runs"
+    assert checked_dirpath("s3://bucket/runs") == "s3://bucket/runs"
+    with pytest.raises(ValueError, match="Pass the URL as a string"):
+        checked_dirpath(Path("s3://bucket/runs"))

@@ -99,7 +99,7 @@ def test_fits_of_a_process_are_numbered(tmp_path: Path) -> None:
     try:
         assert open_run(tmp_path / "." / "x" / "..", "numbered") is run
         directories = [run.begin_fit(keep_last=1).directory for _ in range(2)]
-        assert directories == [tmp_path / "numbered" / "fit-1", tmp_path / "numbered" / "fit-2"]
+        assert directories == [str(tmp_path / "numbered" / "fit-1"), str(tmp_path / "numbered" / "fit-2")]
     finally:
         run._lock.release()
         run_module._runs.pop(run.directory)
@@ -116,7 +116,7 @@ if sys.argv[2] == "raises":
 if os.fork() == 0:
     sys.exit(0)  # a child's end, with all that runs at an exit, is not the run's
 os.wait()
-assert path.exists()
+assert os.path.exists(path)
 run.end_fit()
 """
 

@@ -5,22 +5,34 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_faulttolerant.checkpoint.store import is_url, local_copy
 
 _log = logging.getLogger(__name__)
 
 KEY = "lightning_faulttolerant"
 
 
-def part_of(path: Path | str | None) -> Mapping[str, Any] | None:
+def load(path: str) -> dict[str, Any]:
+    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is looked at."""
+    content: dict[str, Any]
+    if is_url(path):
+        with local_copy(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return content
+
+
+def part_of(path: str | None) -> Mapping[str, Any] | None:
     """Return our part of a checkpoint, or ``None`` if there is none or it can't be read."""
     if path is None:
         return None
     try:
-        part: Mapping[str, Any] | None = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(KEY)
+        part: Mapping[str, Any] | None = load(path).get(KEY)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
         _log.debug("%s can't be read: %s", path, error)
         return None

@@ -1,0 +1,36 @@
+"""The lock of a run's directory, of the kind that the directory needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from lightning_faulttolerant.checkpoint.lock import RunLock
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
+
+
+class Lock(Protocol):
+    """Keeps other processes out of a run's directory."""
+
+    def acquire(self) -> None:
+        """Take it, or raise ``RunInUseError``."""
+
+    def check(self) -> None:
+        """Raise ``RunInUseError`` if another process has taken it over."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+def open_lock(path: str | os.PathLike[str]) -> Lock:
+    """Return the lock of a directory, here or in an object store; it is not taken yet.
+
+    Args:
+        path: A directory, or the URL of one.
+    """
+    if not is_url(path):
+        return RunLock(Path(local_path(path)))
+    from lightning_faulttolerant.checkpoint.lease import RunLease
+
+    return RunLease(os.fspath(path))

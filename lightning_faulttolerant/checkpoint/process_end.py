@@ -1,0 +1,23 @@
+"""Call a function when this process ends, early enough for it to reach a remote store."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+
+
+def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
+    """Call a function when the interpreter ends; it may be called twice.
+
+    Args:
+        function: Without arguments.
+        is_remote: Whether it needs the network.
+    """
+    atexit.register(function)
+    # asyncio looks hosts up in threads, and these can't be started any more when the functions of atexit are called.
+    # What needs the network must run before, in the way in which the pool of these threads itself is ended (it imports
+    # itself when it is first used, and the functions are called in the reverse order).
+    register = getattr(threading, "_register_atexit", None)
+    if is_remote and register is not None:
+        register(function)

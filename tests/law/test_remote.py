@@ -1,0 +1,25 @@
+"""A run whose autosaves lie in an object store, held to the same law as one on a disk."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.runs import fit_net
+
+
+def test_killed_run_goes_on_from_s3(s3: str) -> None:
+    """A run below a URL, killed in its first epoch and again in its second, does what the uninterrupted one does."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, f"{s3}/{directory.name}")
+
+    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(9)], options={"every_n_train_steps": 1})
+    assert [(cost.exit_code, cost.epoch, cost.batch) for cost in costs] == [
+        (-signal.SIGKILL, 0, 3),
+        (-signal.SIGKILL, 1, 4),
+    ]

@@ -1,0 +1,212 @@
+"""A run below a URL: refused before any training where it can't be saved, and tidied up when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.processes import run
+from tests.runs import fit_net
+from tests.s3 import CREDENTIALS, free_port, s3_server
+
+
+class SaysThatItTrains(Callback):
+    def on_train_batch_start(self, *_: Any) -> None:
+        print("a batch was trained")
+
+
+def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
+    """Fit with autosaves below a URL, in a process with these variables; return what it prints."""
+
+    def main() -> None:
+        os.environ.update(CREDENTIALS, AWS_MAX_ATTEMPTS="1", **environment)
+        fit_net([FaultTolerance(dirpath), SaysThatItTrains()], directory)
+
+    ended = run(main)
+    assert (ended.exit_code == 0) == ("a batch was trained" in ended.output)
+    return ended.output
+
+
+def test_wrong_credentials_are_refused_before_training(tmp_path: Path) -> None:
+    """Keys that the store does not know are said to be wrong at the start, with what to look at."""
+    with s3_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as endpoint:
+        output = fit_at("s3://bucket/runs", tmp_path, AWS_ENDPOINT_URL=endpoint)
+    assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
+    assert "The AWS Access Key Id you provided does not exist in our records" in output
+    assert "Look at the credentials" in output
+
+
+def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
+    """No keys at all: an error of botocore's own kind, which is no OSError, reads like the others."""
+    nowhere = {name: str(tmp_path / "missing") for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE")}
+
+    def main() -> None:
+        for name in CREDENTIALS:
+            os.environ.pop(name, None)
+        os.environ.update(nowhere, AWS_EC2_METADATA_DISABLED="true")
+        fit_net([FaultTolerance(f"{s3}/runs")], tmp_path)
+
+    output = run(main).output
+    assert "CheckpointError: The autosaves of this run can't be written" in output
+    assert "NoCredentialsError: Unable to locate credentials" in output
+
+
+def test_missing_bucket_is_refused_before_training(tmp_path: Path, s3_endpoint: str) -> None:
+    """A bucket that does not exist is an error, and is not made."""
+    output = fit_at("s3://no-such-bucket/runs", tmp_path, AWS_ENDPOINT_URL=s3_endpoint)
+    assert "CheckpointError: The autosaves of this run can't be written to s3://no-such-bucket/runs/" in output
+    assert "The specified bucket does not exist" in output
+
+
+def test_unreachable_endpoint_is_refused_before_training(tmp_path: Path) -> None:
+    """A store that does not answer is an error that names its address."""
+    endpoint = f"http://localhost:{free_port()}"
+    output = fit_at("s3://bucket/runs", tmp_path, AWS_ENDPOINT_URL=endpoint)
+    assert "CheckpointError: The autosaves of this run can't be written to s3://bucket/runs/" in output
+    assert endpoint in output
+
+
+def test_missing_package_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the client of the store isn't installed, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert "pip install gcsfs" in fit_at("gs://bucket/runs", tmp_path)
+
+
+SCRIPT = """
+import sys
+import fsspec
+from lightning_faulttolerant.trainer.run import open_run
+run = open_run(sys.argv[1], "run")
+run.begin_fit(keep_last=2).save({"x": 1}, epoch=0, batch=0, global_step=0)
+if sys.argv[2] == "raises":
+    raise RuntimeError("of the user")
+if sys.argv[2] == "stops":
+    sys.exit(143)
+run.end_fit()
+if sys.argv[2] == "ends later":  # when its connections have been closed, and the host is to be looked up again
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+"""
+
+
+def end_of(s3: str, how: str) -> subprocess.CompletedProcess[str]:
+    """Run a process that opens a run, saves and ends in some way."""
+    return subprocess.run([sys.executable, "-c", SCRIPT, s3, how], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("how", ["ends", "ends later"])
+def test_autosaves_and_lock_go_when_the_process_ends_well(s3: str, how: str) -> None:
+    """A process that came to its normal end leaves nothing in the store, and prints nothing at its exit."""
+    ended = end_of(s3, how)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert open_store(s3).names() == []
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("raises", 1), ("stops", 143)])
+def test_autosaves_stay_and_the_lock_goes_when_the_run_is_not_done(s3: str, how: str, exit_code: int) -> None:
+    """An exception and a stop leave the autosaves for the next start, on whatever host: nobody has to wait for it."""
+    ended = end_of(s3, how)
+    assert ended.returncode == exit_code
+    assert open_store(f"{s3}/run").names() == ["fit-1"]
+    assert len(open_store(f"{s3}/run/fit-1").names()) == 1
+
+
+def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> None:
+    """A run whose lock is gone fails at its next save, before it writes over what another one has there now."""
+
+    class LosesTheLock(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                [name] = open_store(s3).names()
+                open_store(f"{s3}/{name}").delete("run.lock")
+
+    ended = run(lambda: fit_net([FaultTolerance(s3, every_n_train_steps=1), LosesTheLock()], tmp_path))
+    assert ended.exit_code == 1
+    assert "RunInUseError: The lock of this run" in ended.output
+    [name] = open_store(s3).names()
+    assert open_store(f"{s3}/{name}/fit-1").names()[-1].endswith("-epoch=0-batch=3.ckpt")
+
+
+def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endpoint: str) -> None:
+    """Parts that a killed process has left in the run's own directory go with the next start, those of others stay."""
+    from tests.s3 import client
+
+    plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
+    for key in ("run/fit-1/autosave-00000001-epoch=0-batch=0.ckpt", "other/a.ckpt"):
+        plain.create_multipart_upload(Bucket=bucket, Key=key)
+    end_of(s3, "ends")
+    assert [upload["Key"] for upload in plain.list_multipart_uploads(Bucket=bucket)["Uploads"]] == ["other/a.ckpt"]
+
+
+@pytest.mark.parametrize("option", ["dirpath", "default_root_dir"])
+def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None:
+    """Any URL of fsspec's will do, as dirpath and as default_root_dir."""
+    url = f"memory://{uuid.uuid4().hex}"
+
+    class Looks(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            below = url if option == "dirpath" else f"{url}/fault_tolerance"
+            [name] = open_store(below).names()
+            print("found", open_store(f"{below}/{name}").names())
+
+    def main() -> None:
+        if option == "dirpath":
+            fit_net([FaultTolerance(url), Looks()], tmp_path)
+        else:
+            fit_net([FaultTolerance(), Looks()], url)  # type: ignore[arg-type]
+
+    ended = run(main)
+    assert (ended.exit_code, "found ['fit-1', 'run.lock']" in ended.output) == (0, True), ended.output
+
+
+class SavesForSlurm(Callback):
+    """Leaves what Lightning goes on from of its own accord."""
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt")
+
+
+@pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further on than")])
+def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3: str, every: int, taken: str) -> None:
+    """Below a URL, too, the run goes on from whichever is further, a checkpoint of Lightning's own or our autosave."""
+
+    def main(*faults: Any, ckpt_path: str | None = None) -> None:
+        callback = FaultTolerance(every_n_train_steps=every)
+        fit_net([callback, SavesForSlurm(), *faults], f"{s3}/root", ckpt_path=ckpt_path)  # type: ignore[arg-type]
+
+    ended = run(lambda: main(KillAt(5)))
+    assert ended.exit_code == -signal.SIGKILL, ended.output
+    ended = run(lambda: main(ckpt_path="hpc"))
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly" in ended.output
+    [line] = [line for line in ended.output.splitlines() if taken in line and "/fit-1/autosave-" in line]
+    assert ("hpc_ckpt_1.ckpt" in line) == (every == 1_000)
+
+
+def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3: str, s3_endpoint: str) -> None:
+    """A byte that flips in the store costs one interval, and the log says so."""
+    from tests.s3 import client
+
+    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1), KillAt(5)], tmp_path))
+    assert ended.exit_code == -signal.SIGKILL, ended.output
+    plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
+    keys = [entry["Key"] for entry in plain.list_objects_v2(Bucket=bucket)["Contents"]]
+    newest = max(key for key in keys if key.endswith(".ckpt"))
+    data = bytearray(plain.get_object(Bucket=bucket, Key=newest)["Body"].read())
+    data[len(data) // 2] ^= 1
+    plain.put_object(Bucket=bucket, Key=newest, Body=bytes(data))
+    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
+    assert ended.exit_code == 0, ended.output
+    assert f"It was set aside as s3://{bucket}/{newest}.damaged. Taken instead: s3://" in ended.output
+    assert "Resumed exactly" in ended.output
