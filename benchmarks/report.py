@@ -101,12 +101,11 @@ def _size(figures: Figures) -> str:
 
 
 def _stalls(figures: Figures) -> str:
-    return _of_saves(
-        figures,
-        lambda found: (
-            f"{found['stall_s'] * 1e3:.0f} ms" + ("" if found["ratio"] == 1 else f", **x{found['ratio']:.2f}**")
-        ),
-    )
+    def cell(found: Figures) -> str:
+        ratio = "" if found["ratio"] == 1 else f", **x{found['ratio']:.2f}**"
+        return f"{found['stall_s'] * 1e3:.0f} ms{ratio}"
+
+    return _of_saves(figures, cell)
 
 
 def _stall_ranges(figures: Figures) -> str:
@@ -114,11 +113,10 @@ def _stall_ranges(figures: Figures) -> str:
 
 
 def _memory(figures: Figures) -> str:
-    cases = figures["save"]["cases"].items()
-    shares = {
-        size: {n: of["peak_bytes"] / found["bytes"] for n, of in found["variants"].items()} for size, found in cases
-    }
-    rows = [[size, *(f"x{share:.2f}" for share in of.values())] for size, of in shares.items()]
+    rows = [
+        [size, *(f"x{of['peak_bytes'] / found['bytes']:.2f}" for of in found["variants"].values())]
+        for size, found in figures["save"]["cases"].items()
+    ]
     return _table(["state", *_variants(figures)], rows)
 
 

@@ -77,5 +77,4 @@ class BackgroundWriter:
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
             self._error = error
         finally:
-            del job  # with all that it was to write
             this.is_done.set()

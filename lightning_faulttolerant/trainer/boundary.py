@@ -125,7 +125,6 @@ class Boundary:
 
     def _save_for_stop(self) -> None:
         position = position_of(self._trainer, BOUNDARY)
-        with self._stop.saving():
-            self._autosaver.settle()
-            if self._autosaver.saved != position:
+        if self._autosaver.saved != position:
+            with self._stop.saving():
                 self._autosaver.save(position)

@@ -170,6 +170,25 @@ def test_error_of_a_write_is_the_one_that_was_raised(tmp_path: Path) -> None:
     assert all(load_file(path) for path in autosaves(tmp_path))
 
 
+def test_error_is_not_kept_until_the_next_save(tmp_path: Path) -> None:
+    """However long it is until the next save, the boundary behind the error raises it."""
+
+    class Notes(FullDisk):
+        def strike(self) -> None:
+            self.failed_at = time.monotonic()
+            super().strike()
+
+        def on_exception(self, *_: Any) -> None:
+            tell(tmp_path, "seconds", time.monotonic() - self.failed_at)
+
+    options = {"every_n_train_steps": None, "train_time_interval": timedelta(seconds=0.5)}
+    ended = run(lambda: fit_net([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=1000))
+    assert ended.exit_code == 1
+    assert "OSError: [Errno 28] No space left on device" in ended.output
+    [seconds] = told(tmp_path, "seconds")
+    assert seconds < 0.3
+
+
 def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
     """A stop does not stumble over it: it says so, and saves what it has to itself."""
 
