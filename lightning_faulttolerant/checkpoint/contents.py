@@ -168,7 +168,7 @@ def verify_directory(directory: str | os.PathLike[str], *, contents: bool = True
     """Compare a directory with its manifest: each file's presence, size and CRC32.
 
     A file that the manifest does not name is no damage, whoever put it there: not a byte of what was saved has changed.
-    It is reported in ``extra_files``.
+    It is reported in ``extra_files``; of a URL, only what is directly in it is looked at.
 
     Args:
         directory: A directory, or the URL of one.

@@ -149,7 +149,7 @@ class AtomicDirectory:
             OSError: If something can't be written. What was complete before still is.
             CheckpointError: If another rank fails, has called ``abort``, or does not answer.
         """
-        path = Path(os.path.abspath(checkpoint_directory))
+        path = self._path_of(checkpoint_directory)
         self._end(path, metadata=metadata or {}, completes=True)
         shares = self._by_master("deal", lambda: deal_files(path, list_files(path), num_shares=self._ranks.num_ranks))
         summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.place], fsync=self._fsync))
@@ -180,7 +180,7 @@ class AtomicDirectory:
             ValueError: If it was not prepared, or is complete.
             CheckpointError: If another rank fails, or does not answer.
         """
-        path = Path(os.path.abspath(checkpoint_directory))
+        path = self._path_of(checkpoint_directory)
         self._end(path, metadata={}, completes=False)
 
     def latest(self) -> str | None:
@@ -240,6 +240,11 @@ class AtomicDirectory:
     def _by_master(self, step: str, work: Callable[[], _Result]) -> _Result:
         result = together(self._ranks, step, lambda: work() if self.is_master else None)[self._master]
         return cast("_Result", result)
+
+    def _path_of(self, checkpoint_directory: str | os.PathLike[str]) -> Path:
+        path = Path(os.path.abspath(checkpoint_directory))
+        is_below = path.parent.is_dir() and os.path.samefile(path.parent, self.output_directory)  # perhaps by a link
+        return self._here(path) if is_below else path
 
     def _here(self, path: Path) -> Path:
         # Ranks on other nodes may have mounted the output directory elsewhere.

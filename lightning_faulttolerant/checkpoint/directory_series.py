@@ -11,12 +11,8 @@ import errno
 import logging
 import os
 import re
-import socket
-import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import final
 
@@ -24,30 +20,23 @@ from lightning_faulttolerant.checkpoint.atomic import atomic_write_bytes
 from lightning_faulttolerant.checkpoint.atomic_file import (
     find_leftovers,
     fsync_directory,
-    is_alive,
     make_directory,
     temporary_name,
 )
 from lightning_faulttolerant.checkpoint.contents import verify_directory
-from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.checkpoint.directory_state import (
+    State,
+    being_written,
+    has_all_files,
+    is_abandoned,
+    state_of,
+    this_process,
+    walk,
+)
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 
 _logger = logging.getLogger(__name__)
-
-# Whether a writer on another host is alive nobody here can know: it is taken for dead when it has been still this long.
-_ABANDONED_AFTER_SECONDS = 3600.0
-
-# What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
-_being_written: weakref.WeakValueDictionary[str, DirectorySeries] = weakref.WeakValueDictionary()
-
-
-class State(Enum):
-    """What a directory is, by its manifest."""
-
-    COMMITTED = "committed"  # its manifest says so; whether it verifies is another question
-    BEGUN = "begun"
-    EMPTY = "empty"  # no manifest, no file
-    FOREIGN = "foreign"  # files, and no manifest: of other software, or of cycling_utils
 
 
 @final
@@ -71,7 +60,7 @@ class DirectorySeries:
     """The directories of one name, seen by the one process that writes or chooses among them.
 
     Args:
-        output_directory: Absolute; made when the first directory is begun.
+        output_directory: Absolute; made if it is missing.
         name: What the names of the directories begin with.
         verify: Whether contents are read before a directory is trusted; else only presence and sizes are compared.
         fsync: Whether to wait for the disk.
@@ -88,6 +77,7 @@ class DirectorySeries:
         self._current_name = re.compile(begin)
         self._any_name = re.compile(rf"{begin}(\.(damaged|uncommitted)(-[0-9]+)?)?")
         self._told: set[Path] = set()
+        self._known: dict[Path, tuple[tuple[int, int, int], State]] = {}
 
     def suffix(self, name: str) -> str | None:
         """Return the number in a directory's name, with ``_force`` if it has that; None for other names."""
@@ -101,28 +91,30 @@ class DirectorySeries:
             forced: Keep it for ever.
         """
         make_directory(self.output_directory)
-        self._remove_leftovers()
-        self._set_unfinished_aside()
+        states = list(self._states())
+        limit = self._foreign_limit(states)
+        self._remove_leftovers(states, limit)
+        self._set_unfinished_aside(states, limit)
         numbers = [int(match["number"]) for match in self._matches(self._any_name)]
-        number = 1 + max([*numbers, self._foreign_limit()])
+        number = 1 + max([*numbers, limit])
         path = self.output_directory / f"{self._name}_checkpoint_{number}{'_force' if forced else ''}"
         # Under its name it has a manifest from the first moment: a directory without one is never ours.
         temporary = self.output_directory / temporary_name(path.name)
         try:
             temporary.mkdir()
-            save_manifest(temporary, Manifest(owner=_this_process()), fsync=self._fsync)
+            save_manifest(temporary, Manifest(owner=this_process()), fsync=self._fsync)
             os.rename(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):  # the first error is the one to see
                 self._delete(temporary)
             raise
         self._sync()
-        _being_written[str(path)] = self
+        being_written[str(path)] = self
         return path
 
     def is_begun(self, path: Path) -> bool:
         """Tell whether a directory may be committed: it was begun, by this process or in its sight, and not ended."""
-        return path.is_dir() and (_state(path) is State.BEGUN or str(path) in _being_written)
+        return path.is_dir() and (state_of(path) is State.BEGUN or str(path) in being_written)
 
     def finish(self, path: Path, *, keep_last: int) -> None:
         """Make a directory that has just got its manifest the latest one, and delete those that are too many.
@@ -131,7 +123,7 @@ class DirectorySeries:
             path: Committed.
             keep_last: How many committed ones to keep; all if it is below 1.
         """
-        _being_written.pop(str(path), None)
+        being_written.pop(str(path), None)
         self._point_to(path)
         if keep_last > 0:
             self._prune(keep_last)
@@ -142,16 +134,17 @@ class DirectorySeries:
         Args:
             path: May be gone already.
         """
-        if path.is_dir() and _state(path) is not State.COMMITTED:
+        if path.is_dir() and state_of(path) is not State.COMMITTED:
             self._delete(path)
-        _being_written.pop(str(path), None)
+        being_written.pop(str(path), None)
 
     def committed(self) -> list[Entry]:
         """List the directories that were committed, oldest first; none of them is read."""
-        limit = self._foreign_limit()
+        states = list(self._states())
+        limit = self._foreign_limit(states)
         return [
             entry
-            for entry, state in self._states()
+            for entry, state in states
             if state is State.COMMITTED or (state is State.FOREIGN and entry.number <= limit)
         ]
 
@@ -165,10 +158,11 @@ class DirectorySeries:
             NoValidCheckpointError: If there are directories, but none that can be taken.
             OSError: If something can't be read or written.
         """
-        if not self.output_directory.is_dir():
-            return None
-        limit = self._foreign_limit()
+        make_directory(self.output_directory)
+        limit = self._foreign_limit(list(self._states()))
         newest = self._newest_valid(limit)
+        while newest is not None and self._leads_beyond(newest):
+            newest = self._newest_valid(limit)
         if newest is not None:
             self._point_to(newest)
             return newest
@@ -201,7 +195,7 @@ class DirectorySeries:
             try:
                 verification = verify_directory(entry.path, contents=self._verify)
             except DamagedCheckpointError as damage:
-                if entry.path.is_dir() and _state(entry.path) is State.COMMITTED:
+                if entry.path.is_dir() and state_of(entry.path) is State.COMMITTED:
                     aside = self._set_aside(entry.path, "damaged")
                     _logger.warning("%s It was set aside as %s.", damage, aside)
                 continue
@@ -216,13 +210,13 @@ class DirectorySeries:
             self._told.add(path)
             _logger.warning("%s has no manifest: it is taken because the link leads to it, unverified.", path)
 
-    def _foreign_limit(self) -> int:
+    def _foreign_limit(self, states: list[tuple[Entry, State]]) -> int:
         # By the rule of cycling_utils, what has a number above that of the link is incomplete. Where the link is lost,
         # our own directories tell: what was incomplete when the first of them was begun was set aside.
         names = [_pointed_to(self.link), _pointed_to(self.pointer)]
-        names += [entry.path.name for entry, state in self._states() if state is State.COMMITTED]
         matches = [self._current_name.fullmatch(name) for name in names if name is not None]
-        return max((int(match["number"]) for match in matches if match), default=-1)
+        numbers = [int(match["number"]) for match in matches if match]
+        return max([*numbers, *(entry.number for entry, state in states if state is State.COMMITTED)], default=-1)
 
     def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
         found = (pattern.fullmatch(name) for name in os.listdir(self.output_directory))
@@ -233,15 +227,26 @@ class DirectorySeries:
             path = self.output_directory / match.string
             if path.is_dir() and not path.is_symlink():
                 entry = Entry(path=path, number=int(match["number"]), is_forced=bool(match["forced"]))
-                yield entry, _state(path)
+                yield entry, self._state_of(path)
 
-    def _remove_leftovers(self) -> None:
-        limit = self._foreign_limit()
-        for entry, state in list(self._states()):
+    def _state_of(self, path: Path) -> State:
+        # A series of thousands is listed at each save: a manifest that is the same file is not read again.
+        try:
+            found = os.stat(path / MANIFEST_NAME)
+        except OSError:
+            return state_of(path)
+        mark = found.st_ino, found.st_mtime_ns, found.st_size
+        known = self._known.get(path)
+        if known is None or known[0] != mark:
+            known = self._known[path] = mark, state_of(path)
+        return known[1]
+
+    def _remove_leftovers(self, states: list[tuple[Entry, State]], limit: int) -> None:
+        for entry, state in states:
             if state is State.EMPTY and entry.number <= limit:  # a deletion was interrupted at its last step
                 with contextlib.suppress(OSError):
                     entry.path.rmdir()
-            elif state is State.BEGUN and _is_abandoned(entry.path):
+            elif state is State.BEGUN and is_abandoned(entry.path):
                 _logger.info("Removing %s, which a writer that is gone never committed", entry.path)
                 self._delete(entry.path)
         for path, target in find_leftovers(self.output_directory):
@@ -250,9 +255,8 @@ class DirectorySeries:
             elif target in (self.link.name, self.pointer.name):
                 path.unlink(missing_ok=True)
 
-    def _set_unfinished_aside(self) -> None:
-        limit = self._foreign_limit()
-        for entry, state in list(self._states()):
+    def _set_unfinished_aside(self, states: list[tuple[Entry, State]], limit: int) -> None:
+        for entry, state in states:
             if state is State.FOREIGN and entry.number > limit and limit >= 0:
                 aside = self._set_aside(entry.path, "uncommitted")
                 _logger.warning("%s has no manifest and is newer than the latest. Set aside as %s.", entry.path, aside)
@@ -267,21 +271,21 @@ class DirectorySeries:
         return aside
 
     def _prune(self, keep_last: int) -> None:
-        whole = [entry for entry, state in self._states() if state is State.COMMITTED and _has_all_files(entry.path)]
+        whole = [entry for entry, state in self._states() if state is State.COMMITTED and has_all_files(entry.path)]
         if len(whole) < keep_last:
             return
         oldest_kept = whole[-keep_last].number
         for entry in self.committed():
             if entry.number >= oldest_kept or entry.is_forced:
                 continue
-            if entry in whole or _state(entry.path) is State.FOREIGN:
+            if entry in whole or state_of(entry.path) is State.FOREIGN:
                 # Half deleted it must look like one that was never committed.
-                save_manifest(entry.path, Manifest(owner=_this_process()), fsync=self._fsync)
+                save_manifest(entry.path, Manifest(owner=this_process()), fsync=self._fsync)
                 self._delete(entry.path)
 
     def _delete(self, path: Path) -> None:
         # The manifest last: until then it says that the rest is not committed.
-        for folder, folders, names in _walk(path):
+        for folder, folders, names in walk(path):
             for name in names:
                 if Path(folder, name) != path / MANIFEST_NAME:
                     os.unlink(os.path.join(folder, name))
@@ -292,8 +296,16 @@ class DirectorySeries:
         path.rmdir()
         self._sync()
 
+    def _leads_beyond(self, path: Path) -> bool:
+        # A writer has gone on since this directory was found: the link is right, and the directory perhaps deleted.
+        linked = self._current_name.fullmatch(_pointed_to(self.link) or "")
+        found = self._current_name.fullmatch(path.name)
+        if linked is None or found is None or int(linked["number"]) <= int(found["number"]):
+            return False
+        return self.link.exists() and state_of(self.output_directory / linked.string) is State.COMMITTED
+
     def _point_to(self, path: Path) -> None:
-        if self.link.exists() and self.link.is_symlink() and os.path.samefile(self.link, path):
+        if self.link.is_symlink() and os.path.realpath(self.link) == os.path.realpath(path):
             return
         if self.link.is_dir() and not self.link.is_symlink():
             raise CheckpointError(
@@ -319,62 +331,9 @@ class DirectorySeries:
             fsync_directory(self.output_directory)
 
 
-def _state(path: Path) -> State:
-    try:
-        return State.COMMITTED if read_manifest(path).is_committed else State.BEGUN
-    except CheckpointError:
-        return State.COMMITTED  # damaged, or of a newer version: verifying will say so
-    except (FileNotFoundError, NotADirectoryError):
-        return State.FOREIGN if any(names for _, _, names in _walk(path)) else State.EMPTY
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        return State.COMMITTED
-
-
-def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    return os.walk(path, topdown=False, onerror=fail)
-
-
-def _has_all_files(path: Path) -> bool:
-    try:
-        verify_directory(path, contents=False)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _is_abandoned(path: Path) -> bool:
-    try:
-        owner = read_manifest(path).owner or {}
-        paths = [os.path.join(folder, name) for folder, _, names in _walk(path) for name in (".", *names)]
-        last_change = max(os.lstat(changed).st_mtime for changed in paths)
-    except FileNotFoundError:  # its writer is at work, or another one removes it
-        return False
-    if owner.get("hostname") != _hostname():
-        return time.time() - last_change > _ABANDONED_AFTER_SECONDS
-    process_id = owner.get("process_id")
-    if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
-        return str(path) not in _being_written
-    return not (isinstance(process_id, int) and is_alive(process_id))
-
-
 def _pointed_to(path: Path) -> str | None:
     try:
         text = os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     return Path(text.strip()).name
-
-
-def _this_process() -> dict[str, str | int]:
-    return {"hostname": _hostname(), "process_id": os.getpid()}
-
-
-def _hostname() -> str:
-    return socket.gethostname().replace("/", "_")

@@ -134,12 +134,11 @@ def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:
 
 
 def _verify_url(url: str) -> Verification:
-    # An object store has no directories: what has no object of its name may still have a manifest below it.
+    # An object store has no directories. The name of one can't be opened, or (s3fs) opens as a file without a byte:
+    # what is no checkpoint by its own name may still have a manifest below it.
     try:
         return verify_file(url)
-    except DamagedCheckpointError as damage:
-        if not isinstance(damage.__cause__, (FileNotFoundError, IsADirectoryError)):
-            raise
+    except DamagedCheckpointError:
         verification = verify_directory_if_any(url)
         if verification is None:
             raise

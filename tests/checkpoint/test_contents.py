@@ -9,7 +9,6 @@ import threading
 import zlib
 from pathlib import Path
 
-import fsspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.checkpoint import contents, manifest, verify_path
 from lightning_faulttolerant.checkpoint.contents import verify_directory, write_manifest
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
+from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 
 CONTENTS = {"a.bin": b"0123456789", "shards/0.bin": b"\x00" * 100, "shards/deep/ü 1.bin": b"", ".hidden": b"h"}
@@ -234,21 +234,30 @@ def test_metadata_that_would_not_read_back_are_refused(directory, metadata, plac
     assert (directory / MANIFEST_NAME).read_bytes() == before
 
 
-def test_directory_is_verified_by_url(directory):
-    """A directory in an object store must give the same answers as a local one."""
-    fs = fsspec.filesystem("memory")
+def test_directory_is_verified_by_url(directory, remote_url):
+    """A directory in an object store must give the same answers as a local one, and be told from a file."""
+    store = open_store(remote_url)
+
+    def put(name: str, data: bytes) -> None:
+        with store.writer(name) as file:
+            file.write(data)
+
     for path in directory.rglob("*"):
         if path.is_file():
-            fs.pipe_file(f"/contents/{path.relative_to(directory).as_posix()}", path.read_bytes())
-    assert verify_path("memory://contents").num_files == 4
-    fs.pipe_file("/contents/README", b"mine")
-    assert verify_path("memory://contents/").extra_files == ("README",)
-    fs.pipe_file("/contents/a.bin", b"012345678X")
+            put(path.relative_to(directory).as_posix(), path.read_bytes())
+    assert verify_path(remote_url).num_files == 4
+    put("README", b"mine")
+    assert verify_path(f"{remote_url}/").extra_files == ("README",)
+    put("a.bin", b"012345678X")
     with pytest.raises(DamagedCheckpointError, match=r"a\.bin has CRC32"):
-        verify_path("memory://contents")
-    fs.rm("/contents/" + MANIFEST_NAME)
-    with pytest.raises(DamagedCheckpointError, match="memory://contents"):
-        verify_path("memory://contents")
+        verify_path(remote_url)
+    store.delete("a.bin")
+    with pytest.raises(DamagedCheckpointError, match=r"1 of 4 files .*a\.bin"):
+        verify_path(remote_url)
+    store.delete(MANIFEST_NAME)
+    for read in (verify_path, verify_directory):
+        with pytest.raises(DamagedCheckpointError, match=remote_url):
+            read(remote_url)
 
 
 @pytest.mark.parametrize(("number", "is_damage"), [(errno.EIO, True), (errno.EACCES, False)])

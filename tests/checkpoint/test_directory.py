@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import directory_series, read_manifest, verify_path
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.testing import FaultyFiles, fail_with
 
 
 def save(saver: AtomicDirectory, content: object, *, force_save: bool = False) -> str:
@@ -232,8 +234,27 @@ def test_link_without_directories_is_a_fresh_start(tmp_path, caplog):
     restarted = AtomicDirectory(tmp_path)
     assert "no checkpoint is left" in caplog.text
     assert recipe(str(tmp_path), restarted) is None
-    save(restarted, 1)
+    assert Path(save(restarted, 1)).name == "AtomicDirectory_checkpoint_1", "a number that was used is used again"
     assert recipe(str(tmp_path), restarted) == "1"
+
+
+def test_deletion_that_fails_leaves_no_half_checkpoint(tmp_path):
+    """A directory that can be deleted in part only must not look like a checkpoint, of ours or of cycling_utils."""
+    saver = AtomicDirectory(tmp_path, keep_last=1)
+    directory = saver.prepare_checkpoint_directory()
+    for name in ("content.txt", "shards/0.txt"):
+        Path(directory, name).parent.mkdir(exist_ok=True)
+        Path(directory, name).write_text("0")
+    saver.symlink_latest(directory)
+    second = saver.prepare_checkpoint_directory()
+    Path(second, "content.txt").write_text("1")
+    marked = FaultyFiles(directory, fail_with(errno.EIO), kind="list", lasting=True, at=3)
+    with marked, pytest.raises(OSError, match="Input/output error"):
+        saver.symlink_latest(second)
+    assert saver.history() == [second]
+    assert content_of(saver.latest()) == "1"
+    save(saver, 2)
+    assert names_in(tmp_path) == ["AtomicDirectory_checkpoint_2"]
 
 
 def test_empty_directory_is_not_published(tmp_path):
@@ -310,6 +331,17 @@ def test_user_who_empties_the_directory_can_still_commit(tmp_path):
     Path(directory, "content.txt").write_text("0")
     saver.symlink_latest(directory)
     assert content_of(AtomicDirectory(tmp_path).latest()) == "0"
+
+
+def test_output_directory_may_be_a_link(tmp_path):
+    """A path that leads to the prepared directory in another way must be accepted, the user may have resolved it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    saver = AtomicDirectory(tmp_path / "out")
+    directory = saver.prepare_checkpoint_directory()
+    Path(directory, "content.txt").write_text("0")
+    saver.symlink_latest(os.path.realpath(directory) + "/")
+    assert saver.latest() == directory
 
 
 def _begin(path: Path, *, hostname: str, process_id: int) -> Path:
@@ -442,7 +474,16 @@ def test_reader_needs_no_right_to_write(tmp_path, monkeypatch):
         monkeypatch.setattr(os, name, refuse)
     assert content_of(AtomicDirectory(tmp_path).latest()) == "0"
     assert content_of(AtomicDirectory(tmp_path, name="Original").latest()) == "original 0"
-    assert AtomicDirectory(tmp_path / "nowhere").latest() is None
+
+
+def test_output_directory_is_made_with_the_saver(tmp_path):
+    """Scripts that put files there, once the saver is made, must find it; looking must not fail where it is gone."""
+    saver = AtomicDirectory(tmp_path / "a/b")
+    assert (tmp_path / "a/b").is_dir()
+    shutil.rmtree(tmp_path / "a")
+    assert saver.history() == []
+    save(saver, 0)
+    assert content_of(saver.latest()) == "0"
 
 
 def test_saving_draws_no_random_number(tmp_path):

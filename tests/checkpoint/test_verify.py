@@ -19,7 +19,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.checkpoint import load_file, unsafe_paths, verify_file, verify_path, write_manifest
+from lightning_faulttolerant.checkpoint import (
+    AutosaveSeries,
+    load_file,
+    unsafe_paths,
+    verify_file,
+    verify_path,
+    write_manifest,
+)
 from lightning_faulttolerant.checkpoint.archive import find_damage
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
@@ -224,6 +231,18 @@ def test_loading_without_checksums_warns_once(tmp_path, caplog):
     warned = [record.getMessage() for record in caplog.records]
     assert [str(tmp_path / name) in message for name, message in zip(("a.ckpt", "b.ckpt"), warned, strict=True)]
     assert all("could not be verified" in message for message in warned)
+
+
+@needs_the_switch
+def test_autosave_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
+    """A series must not set aside what only could not be verified: it is the newest, and loads with a warning."""
+    series = AutosaveSeries(tmp_path)
+    series.save({"number": 0}, epoch=0, batch=0, global_step=0)
+    newest = series.save({"number": 1}, epoch=0, batch=1, global_step=1)
+    _save_without_checksums({"number": 1}, newest)
+    assert str(series.newest()) == str(newest)
+    assert load_file(newest) == {"number": 1}
+    assert "could not be verified" in caplog.text
 
 
 def test_sound_file_loads_without_a_warning(tmp_path, caplog):

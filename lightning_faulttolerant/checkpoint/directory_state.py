@@ -1,0 +1,119 @@
+"""What one directory of a series is, and whether somebody is still writing it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.atomic_file import is_alive
+from lightning_faulttolerant.checkpoint.contents import verify_directory
+from lightning_faulttolerant.checkpoint.manifest import read_manifest
+from lightning_faulttolerant.errors import CheckpointError
+
+# Whether a writer on another host is alive nobody here can know: it is taken for dead when it has been still this long.
+_ABANDONED_AFTER_SECONDS = 3600.0
+
+# What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
+being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+class State(Enum):
+    """What a directory is, by its manifest."""
+
+    COMMITTED = "committed"  # its manifest says so; whether it verifies is another question
+    BEGUN = "begun"
+    EMPTY = "empty"  # no manifest, no file
+    FOREIGN = "foreign"  # files, and no manifest: of other software, or of cycling_utils
+
+
+def state_of(path: Path) -> State:
+    """Tell what a directory is; one that is gone is empty.
+
+    Args:
+        path: Of a directory.
+
+    Raises:
+        OSError: If it can't be looked at.
+    """
+    try:
+        return State.COMMITTED if read_manifest(path).is_committed else State.BEGUN
+    except CheckpointError:
+        return State.COMMITTED  # damaged, or of a newer version: verifying will say so
+    except (FileNotFoundError, NotADirectoryError):
+        return State.FOREIGN if _has_files(path) else State.EMPTY
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return State.COMMITTED
+
+
+def _has_files(path: Path) -> bool:
+    try:
+        return any(names for _, _, names in walk(path))
+    except FileNotFoundError:  # its writer deletes it
+        return False
+
+
+def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a directory from the bottom up; one that can't be listed is an error, not an empty one.
+
+    Args:
+        path: Of a directory; links in it are not followed.
+
+    Raises:
+        OSError: If a directory can't be listed.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return os.walk(path, topdown=False, onerror=fail)
+
+
+def has_all_files(path: Path) -> bool:
+    """Tell whether the files that a manifest names are there, with their sizes; they are not read.
+
+    Args:
+        path: Of a directory.
+    """
+    try:
+        verify_directory(path, contents=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_abandoned(path: Path) -> bool:
+    """Tell whether the writer of a directory that is not committed is gone.
+
+    Args:
+        path: Of a directory that was begun.
+    """
+    try:
+        owner = read_manifest(path).owner or {}
+        paths = [os.path.join(folder, name) for folder, _, names in walk(path) for name in (".", *names)]
+        last_change = max(os.lstat(changed).st_mtime for changed in paths)
+    except FileNotFoundError:  # its writer is at work, or another one removes it
+        return False
+    if owner.get("hostname") != _hostname():
+        return time.time() - last_change > _ABANDONED_AFTER_SECONDS
+    process_id = owner.get("process_id")
+    if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
+        return str(path) not in being_written
+    return not (isinstance(process_id, int) and is_alive(process_id))
+
+
+def this_process() -> dict[str, str | int]:
+    """Name this process, as the owner of a directory."""
+    return {"hostname": _hostname(), "process_id": os.getpid()}
+
+
+def _hostname() -> str:
+    return socket.gethostname().replace("/", "_")

@@ -1,0 +1,303 @@
+"""AtomicDirectory on two ranks over gloo: one series, agreed on; an error or a death on one is an error on both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_faulttolerant import AtomicDirectory
+from lightning_faulttolerant.checkpoint import contents, directory, read_manifest, verify_path
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) -> list[Any]:
+    """Run `main` on forked ranks; return what each returned, or the text of its error."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    process_ids = []
+    for rank in range(num_ranks):
+        process_id = os.fork()
+        if not process_id:
+            try:
+                _run_rank(main, rank, tmp_path, num_ranks)
+            except BaseException:  # noqa: BLE001 - a forked process must not go on with pytest
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        process_ids.append(process_id)
+    for process_id in process_ids:
+        os.waitpid(process_id, 0)
+    answers = [tmp_path / f"answer-{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(answer.read_text()) if answer.exists() else "dead" for answer in answers]
+
+
+def _run_rank(main: Callable[[int], Any], rank: int, tmp_path: Path, num_ranks: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT
+    )
+    try:
+        answer = main(rank)
+    except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
+        answer = f"{type(error).__name__}: {error}"
+    (tmp_path / f"answer-{rank}.json").write_text(json.dumps(answer))
+
+
+def _save(saver: AtomicDirectory, rank: int, *, force_save: bool = False) -> str:
+    path = saver.prepare_checkpoint_directory(force_save=force_save)
+    Path(path, f"rank-{rank}.txt").write_text(str(rank))
+    saver.symlink_latest(path, metadata={"written_by": rank})
+    return path
+
+
+def test_ranks_share_one_series(tmp_path):
+    """Both ranks must get the same directories, see them complete, and find the files of both verified, over gloo."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", is_master=rank == 1, keep_last=2, timeout=TIMEOUT)
+        paths = [_save(saver, rank) for _ in range(3)]
+        assert saver.is_master == (rank == 1)
+        found = os.readlink(tmp_path / "out" / saver.symlink_name)
+        return [*paths, found, saver.latest()]
+
+    first, second = on_ranks(main, tmp_path / "ranks")
+    assert first == second
+    assert [Path(path).name[-1] for path in first] == ["0", "1", "2", "2", "2"]
+    assert verify_path(first[-1]).num_files == 2
+    assert read_manifest(first[-1]).metadata == {"written_by": 1}
+    assert sorted(path.name[-1] for path in (tmp_path / "out").glob("*_checkpoint_*")) == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"), [("sync_any", ["", "_force", "_force"]), ("sync_all", ["", "", "_force"])]
+)
+def test_force_save_is_agreed(tmp_path, strategy, expected):
+    """A checkpoint must be kept for ever if any rank, or if all ranks say so, whichever was chosen."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", strategy=strategy, timeout=TIMEOUT)
+        wishes = [(False, False), (False, True), (True, True)]
+        return [os.path.basename(_save(saver, rank, force_save=wish[rank])) for wish in wishes]
+
+    names = [f"AtomicDirectory_checkpoint_{number}{suffix}" for number, suffix in enumerate(expected)]
+    assert on_ranks(main, tmp_path / "ranks") == [names, names]
+
+
+def test_async_ranks_have_series_of_their_own(tmp_path):
+    """Under "async" each rank must save alone, as often as it likes, into directories with its number."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", strategy="async", keep_last=1, timeout=TIMEOUT)
+        for _ in range(rank + 1):
+            path = _save(saver, rank)
+        return [os.path.basename(path), saver.symlink_name, saver.is_master]
+
+    assert on_ranks(main, tmp_path / "ranks") == [
+        [f"AtomicDirectory_rank_{rank}_checkpoint_{rank}", f"AtomicDirectory_rank_{rank}.latest_checkpoint", True]
+        for rank in range(2)
+    ]
+
+
+def test_files_are_summed_by_all_ranks_in_equal_parts(tmp_path):
+    """The work of reading the files back must be shared out by their sizes."""
+
+    def main(rank):
+        summed = []
+        real = contents.sum_files
+        directory.sum_files = lambda path, names, **options: (summed.extend(names), real(path, names, **options))[1]
+        saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
+        path = saver.prepare_checkpoint_directory()
+        for number in range(rank, 6, 2):
+            Path(path, f"{number}.bin").write_bytes(b"x" * (1000 if number == 3 else 200))
+        saver.symlink_latest(path)
+        return sorted(summed)
+
+    assert on_ranks(main, tmp_path / "ranks") == [["3.bin"], ["0.bin", "1.bin", "2.bin", "4.bin", "5.bin"]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_of_one_rank_reaches_both(tmp_path, failing):
+    """A rank whose disk is full while the checkpoint is completed must stop both, and publish nothing."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
+        _save(saver, rank)
+
+        def fail(*args, **options):
+            raise OSError(28, "No space left on device")
+
+        if rank == failing:
+            directory.sum_files = fail
+        try:
+            return _save(saver, rank)
+        except Exception as error:  # noqa: BLE001 - looked at below
+            return [f"{type(error).__name__}: {error}", saver.latest()]
+
+    answers = on_ranks(main, tmp_path / "ranks")
+    assert answers[failing][0].startswith("OSError: [Errno 28]")
+    assert answers[1 - failing][0].startswith("CheckpointError: Another rank failed")
+    assert f"rank {failing}: OSError" in answers[1 - failing][0]
+    assert [Path(answer[1]).name for answer in answers] == ["AtomicDirectory_checkpoint_0"] * 2
+
+
+def test_abort_on_one_rank_ends_the_checkpoint_on_both(tmp_path):
+    """A rank that can't write its part gives up: the other must hear it at once, and both save the next one."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
+        path = saver.prepare_checkpoint_directory()
+        Path(path, f"{rank}.txt").write_text("x")
+        answer = None
+        if rank == 1:
+            saver.abort(path)
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                saver.symlink_latest(path)
+            answer = str(caught.value)
+        return [answer, os.path.exists(path), os.path.basename(_save(saver, rank))]
+
+    first, second = on_ranks(main, tmp_path / "ranks")
+    assert "was given up by rank 1 and deleted" in first[0]
+    assert first[1:] == second[1:] == [False, "AtomicDirectory_checkpoint_0"]
+
+
+def test_dead_rank_is_an_error_on_the_other(tmp_path):
+    """When a rank is killed while it writes, the other must raise, not wait for ever, and nothing be published."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=timedelta(seconds=5))
+        path = saver.prepare_checkpoint_directory()
+        Path(path, f"{rank}.txt").write_text("x")
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        saver.symlink_latest(path)
+
+    dead, answer = on_ranks(main, tmp_path / "ranks")
+    assert dead == "dead"
+    assert answer.startswith("CheckpointError: rank 1 could not agree with the other ranks")
+    assert AtomicDirectory(tmp_path / "out").latest() is None
+
+
+def test_silent_rank_is_an_error_within_the_timeout(tmp_path):
+    """When a rank hangs, the other must raise when its time is up, and the message say how long it waited."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=timedelta(seconds=1))
+        if rank == 0:
+            time.sleep(2.5)
+            return None
+        begin = time.monotonic()
+        try:
+            saver.prepare_checkpoint_directory()
+        except RuntimeError as error:
+            return [str(error), time.monotonic() - begin]
+
+    answer, waited_seconds = on_ranks(main, tmp_path / "ranks")[1]
+    assert "took longer than 0:00:01" in answer
+    assert waited_seconds < 2.4
+
+
+def test_ranks_that_lose_each_other_are_told(tmp_path):
+    """A rank that goes on to the next checkpoint while the other completes this one must be an error on both."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
+        path = saver.prepare_checkpoint_directory()
+        Path(path, f"{rank}.txt").write_text("x")
+        return saver.symlink_latest(path) if rank else saver.prepare_checkpoint_directory()
+
+    for answer in on_ranks(main, tmp_path / "ranks"):
+        assert "rank 0 is at 'prepare', rank 1 is at 'end'" in answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([{"strategy": "sync_any"}, {"strategy": "sync_all"}], "The ranks disagree"),
+        ([{"is_master": True}, {"is_master": True}], "is_master is True on rank 0, rank 1"),
+    ],
+)
+def test_savers_that_do_not_fit_are_refused_on_both(tmp_path, arguments, reason):
+    """Ranks that would wait for one another, or write over each other, must both raise when the saver is made."""
+
+    def main(rank):
+        AtomicDirectory(tmp_path / "out", timeout=TIMEOUT, **arguments[rank])
+
+    for answer in on_ranks(main, tmp_path / "ranks"):
+        assert answer.startswith("ValueError")
+        assert reason in answer
+
+
+def test_empty_checkpoint_and_different_paths_are_refused_on_both(tmp_path):
+    """What one rank gets wrong must stop both, and leave the prepared directory to be mended and completed."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)
+        path = saver.prepare_checkpoint_directory()
+        errors = []
+        for wrong in (path, path if rank else str(tmp_path)):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                saver.symlink_latest(wrong)
+            errors.append(str(caught.value))
+        Path(path, f"{rank}.txt").write_text("x")
+        saver.symlink_latest(path)
+        return errors
+
+    first, second = on_ranks(main, tmp_path / "ranks")
+    assert "There is no file in" in first[0]
+    assert "There is no file in" in second[0]
+    assert "Only a directory that was prepared" in first[1]
+    assert "rank 0: ValueError" in second[1]
+
+
+def test_output_directory_that_is_not_shared_is_an_error_on_both(tmp_path):
+    """Ranks on nodes without a common disk must be told so within the timeout, not wait for a directory for ever."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / f"disk-{rank}", timeout=timedelta(seconds=0.5 if rank else 10))
+        saver.prepare_checkpoint_directory()
+
+    answers = on_ranks(main, tmp_path / "ranks")
+    assert "is not seen by rank 1" in answers[1]
+    assert "rank 1: CheckpointError" in answers[0]
+
+
+def test_group_of_some_ranks_leaves_the_others_out(tmp_path):
+    """A saver of a group of ranks must ask no other rank, and number them as the job does."""
+
+    def main(rank):
+        group = dist.new_group([1, 2], backend="gloo")
+        if rank == 0:
+            with pytest.raises(ValueError, match="not in the process group"):
+                AtomicDirectory(tmp_path / "out", group=group, timeout=TIMEOUT)
+            return None
+        saver = AtomicDirectory(tmp_path / "out", group=group, timeout=TIMEOUT)
+        return [saver.is_master, os.path.basename(_save(saver, rank))]
+
+    answers = on_ranks(main, tmp_path / "ranks", num_ranks=3)
+    assert answers == [None, [True, "AtomicDirectory_checkpoint_0"], [False, "AtomicDirectory_checkpoint_0"]]
+
+
+def test_damaged_checkpoint_is_left_by_all_ranks_alike(tmp_path):
+    """All ranks must take the same older checkpoint where the newest is damaged, and all stop where none is left."""
+    saver = AtomicDirectory(tmp_path / "out")
+    first, second = _save(saver, 0), _save(saver, 0)
+
+    def main(rank):
+        return AtomicDirectory(tmp_path / "out", timeout=TIMEOUT).latest()
+
+    Path(second, "rank-0.txt").write_text("damaged")
+    assert on_ranks(main, tmp_path / "ranks-1") == [first, first]
+    Path(first, "rank-0.txt").write_text("damaged")
+    answers = on_ranks(main, tmp_path / "ranks-2")
+    assert "NoValidCheckpointError" in answers[0]
+    assert "NoValidCheckpointError" in answers[1]
