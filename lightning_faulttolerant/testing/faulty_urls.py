@@ -111,7 +111,7 @@ class _FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has n
 
         def begin() -> Any:
             perform()  # for what it checks
-            self.store[path] = file = _File(self, path)
+            self.store[path] = file = _File(self, path, options.get("data"))
             return file
 
         return _take("open", path, begin)
