@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec.config
 import pytest
 import s3fs
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from lightning_faulttolerant.checkpoint.store import is_url, local_copy, open_file, open_store, open_writer, split_path
-from lightning_faulttolerant.checkpoint.stores import uploads
+from lightning_faulttolerant.checkpoint.stores import remote, uploads
 from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
 from tests.s3 import PAGE, client
@@ -198,6 +202,90 @@ def test_damage_is_found_where_there_are_only_sizes(monkeypatch: pytest.MonkeyPa
         write(url, "a", bytes(10))
     assert store.names() == ["a"]
     assert read(store.path("a")) == b"old"
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_commit_whose_answer_is_lost_is_found_out(
+    s3: str, monkeypatch: pytest.MonkeyPatch, is_published: bool, small_parts: int
+) -> None:
+    """A commit that is sent again and finds no upload was either done the first time, or it failed: the store knows."""
+    real = s3fs.core.S3File.commit
+
+    def commit_twice(self: Any) -> None:
+        if is_published:
+            real(self)
+        raise FileNotFoundError("The specified upload does not exist")
+
+    write(s3, "a", b"old")
+    content = os.urandom(6 * MIB)
+    monkeypatch.setattr(s3fs.core.S3File, "commit", commit_twice)
+    with contextlib.nullcontext() if is_published else pytest.raises(FileNotFoundError, match="upload does not exist"):
+        write(s3, "a", content)
+    assert read(f"{s3}/a") == (content if is_published else b"old")
+
+
+class BucketOfGoogles(MemoryFileSystem):
+    """Does with files what gcsfs does with them: nothing is visible before `commit`, and `info` has an MD5."""
+
+    protocol = ("gs", "gcs")
+    store: ClassVar[dict[str, Any]] = {}
+
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **options: Any) -> Any:
+        if mode == "rb":
+            return super()._open(path, mode, **options)
+        assert not autocommit
+        return ResumableUpload(self, path, mode, autocommit=False)
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        info = super().info(path, **options)
+        if info["type"] == "file":
+            digest = hashlib.md5(self.store[self._strip_protocol(path)].getvalue()).digest()
+            info["md5Hash"] = base64.b64encode(digest).decode()
+        return info
+
+
+class ResumableUpload(AbstractBufferedFile):
+    def _initiate_upload(self) -> None:
+        self.sent = b""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.sent += self.buffer.getvalue()
+        return True
+
+    def commit(self) -> None:
+        self.fs.pipe_file_whole(self.path, self.sent)
+
+    def discard(self) -> None:
+        self.sent = b""
+
+
+def test_file_for_google_is_committed_and_compared_by_its_md5(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket of Google's gets a file whole or not at all, and one whose MD5 differs is set aside."""
+    fs = BucketOfGoogles()
+    damage = [lambda data: data]
+    monkeypatch.setattr(
+        BucketOfGoogles,
+        "pipe_file_whole",
+        lambda self, path, data: self.store.update({path: MemoryFile(self, path, damage[0](data))}),
+        raising=False,
+    )
+    monkeypatch.setattr(remote, "file_system", lambda url: (fs, f"/{url.partition('://')[2]}"))
+    content = os.urandom(12 * MIB)
+    write("gs://bucket/run", "a", content)
+    assert fs.cat_file("/bucket/run/a") == content
+
+    def fail() -> None:
+        with open_store("gs://bucket/run").writer("a") as file:
+            file.write(bytes(12 * MIB))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert fs.cat_file("/bucket/run/a") == content
+    damage[0] = lambda data: b"\1" + data[1:]
+    with pytest.raises(DamagedCheckpointError, match="its MD5 is"):
+        write("gs://bucket/run", "b", bytes(100))
+    assert open_store("gs://bucket/run").names() == ["a", "b.damaged"]
 
 
 def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.MonkeyPatch, small_parts: int) -> None:

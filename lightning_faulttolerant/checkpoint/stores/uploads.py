@@ -132,7 +132,11 @@ class _S3Upload:
     def publish(self) -> None:
         if self._is_multipart:
             self._file.flush(force=True)
-        self._file.commit()
+        try:
+            self._file.commit()
+        except FileNotFoundError:  # the answer of a commit was lost, and sent again it found no upload any more
+            if self._head()["ETag"].strip('"') != self._etag():
+                raise
         self._file.closed = True
 
     def discard(self) -> None:
@@ -143,12 +147,18 @@ class _S3Upload:
     def _is_multipart(self) -> bool:
         return self._file.parts is not None
 
-    def find_damage(self) -> str | None:
+    def _head(self) -> Any:
         bucket, key, _ = self._fs.split_path(self._path)
-        head = self._fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return self._fs.call_s3("head_object", Bucket=bucket, Key=key)
+
+    def _etag(self) -> str:
+        return self._parts.etag(is_multipart=self._is_multipart)
+
+    def find_damage(self) -> str | None:
+        bucket, head = self._fs.split_path(self._path)[0], self._head()
         if head["ContentLength"] != self._parts.num_bytes:
             return _describe_size(head["ContentLength"], self._parts.num_bytes)
-        etag, expected = head["ETag"].strip('"'), self._parts.etag(is_multipart=self._is_multipart)
+        etag, expected = head["ETag"].strip('"'), self._etag()
         if etag == expected or not _is_md5(head, etag) or bucket in _buckets_without_md5:
             return None
         if _read_back(self._fs, self._path, self._parts.part_bytes) != self._parts.digests():
