@@ -65,6 +65,8 @@ class Autosaver:
         """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
         """Until this time of the clock no autosave is due: a boundary need not ask before."""
+        self._has_failed = False
+        """Whether the write behind training has: set by its thread."""
         self.is_dumping = False
         self.saved: Position | None = None
         """Where the last autosave was taken that is written and verified."""
@@ -104,8 +106,9 @@ class Autosaver:
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
         self._prepare(checkpoint)
         staged = self._staging.copy(checkpoint)
-        self._note(position, began)
+        self._has_failed = False
         self._writer.start(partial(self._write_behind, staged, position))
+        self._note(position, began)
 
     def save(self, position: Position) -> None:
         """Save the state of this instant."""
@@ -199,12 +202,14 @@ class Autosaver:
             self._write(checkpoint, position)
             self.saved = position
         except BaseException:
-            self.due_at = float("-inf")  # so that the next boundary asks
+            self._has_failed, self.due_at = True, float("-inf")  # so that the next boundary asks
             raise
 
     def _note(self, position: Position, began: float) -> None:
         seconds = self._budget.spend(began)
         self._last_step, self.due_at = position.global_step, self._next_due_at()
+        if self._has_failed:  # before that line
+            self.due_at = float("-inf")
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
 
 
