@@ -231,12 +231,16 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
         raise DamagedCheckpointError(
             describe_damage(directory, f"{len(reasons)} of {len(manifest.files)} files are not as written: {shown}")
         )
+    try:
+        extra_files = _extra_files(directory, manifest)
+    except OSError as error:  # a directory in it has just been deleted
+        raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
     return Verification(
         path=os.fspath(directory),
         has_checksums=True,
         num_files=len(manifest.files),
         num_bytes=sum(entry.size_bytes for entry in manifest.files.values()),
-        extra_files=tuple(_extra_files(directory, manifest)),
+        extra_files=tuple(extra_files),
     )
 
 

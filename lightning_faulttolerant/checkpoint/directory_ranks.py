@@ -166,7 +166,10 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
         answers = ranks.gather(step, (failure, result))
     finally:
         if own_error is not None:
-            raise own_error
+            try:
+                raise own_error
+            finally:
+                own_error = None  # its traceback leads to this frame: a cycle would keep the saver alive
     failures = [f"{ranks.label(place)}: {text}" for place, (text, _) in enumerate(answers) if text]
     if failures:
         raise CheckpointError(

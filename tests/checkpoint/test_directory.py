@@ -476,6 +476,25 @@ def test_reader_needs_no_right_to_write(tmp_path, monkeypatch):
     assert content_of(AtomicDirectory(tmp_path, name="Original").latest()) == "original 0"
 
 
+def test_reader_takes_what_a_writer_commits_while_it_verifies(tmp_path, monkeypatch):
+    """When the directory that was found is replaced and deleted meanwhile, the newer one must be taken and linked."""
+    writer, reader = AtomicDirectory(tmp_path, keep_last=1), AtomicDirectory(tmp_path)
+    save(writer, 0)
+    real, looks = directory_series.verify_directory, []
+
+    def verify_and_go_on(path, **options):
+        found = real(path, **options)
+        looks.append(path)
+        if len(looks) == 1:
+            save(writer, 1)
+        return found
+
+    monkeypatch.setattr(directory_series, "verify_directory", verify_and_go_on)
+    assert content_of(reader.latest()) == "1"
+    assert recipe(str(tmp_path), reader) == "1"
+    assert len(looks) == 2
+
+
 def test_output_directory_is_made_with_the_saver(tmp_path):
     """Scripts that put files there, once the saver is made, must find it; looking must not fail where it is gone."""
     saver = AtomicDirectory(tmp_path / "a/b")
