@@ -12,10 +12,16 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import overhead, parts, report, resume, size
+from benchmarks import overhead, parts, report, resume, save, size
 
 DOCS = Path(__file__).parent.parent / "docs"
-_RUN = {"overhead": overhead.main, "parts": parts.main, "resume": resume.main, "size": size.main}
+_RUN = {
+    "overhead": overhead.main,
+    "parts": parts.main,
+    "resume": resume.main,
+    "save": save.main,
+    "size": size.main,
+}
 
 
 def measure(directory: Path, *, only: list[str], quick: bool) -> None:

@@ -100,15 +100,50 @@ def _size(figures: Figures) -> str:
     return _table(["workers", "our part", "at most", "to write it"], rows)
 
 
+def _stalls(figures: Figures) -> str:
+    def cell(found: Figures) -> str:
+        ratio = "" if found["ratio"] == 1 else f", **x{found['ratio']:.2f}**"
+        return f"{found['stall_s'] * 1e3:.0f} ms{ratio}"
+
+    return _of_saves(figures, cell)
+
+
+def _stall_ranges(figures: Figures) -> str:
+    return _of_saves(figures, lambda found: "" if found["ratio"] == 1 else f"x{found['low']:.2f}-{found['high']:.2f}")
+
+
+def _memory(figures: Figures) -> str:
+    rows = [
+        [size, *(f"x{of['peak_bytes'] / found['bytes']:.2f}" for of in found["variants"].values())]
+        for size, found in figures["save"]["cases"].items()
+    ]
+    return _table(["state", *_variants(figures)], rows)
+
+
+def _of_saves(figures: Figures, cell: Callable[[Figures], str]) -> str:
+    cases = figures["save"]["cases"]
+    rows = [[size, *(cell(of) for of in found["variants"].values())] for size, found in cases.items()]
+    targets = next(iter(cases.values()))["variants"].values()
+    most = ["" if of["target"] is None else f"x{of['target']:.2f}" for of in targets]
+    return _table(["state", *_variants(figures)], [*rows, ["at most", *most]])
+
+
+def _variants(figures: Figures) -> list[str]:
+    return [f"`{name}`" for name in next(iter(figures["save"]["cases"].values()))["variants"]]
+
+
 TABLES: dict[str, Callable[[Figures], str]] = {
     "machine": _machine,
     "overhead": _overhead,
     "calls": _calls,
     "saves": _saves,
     "resume": _resume,
+    "stalls": _stalls,
+    "ranges": _stall_ranges,
+    "memory": _memory,
     "size": _size,
 }
-PARTS = ("overhead", "parts", "resume", "size")
+PARTS = ("overhead", "parts", "resume", "save", "size")
 
 
 def draw(path: Path, figures: Figures) -> None:

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.trainer.callback import FaultTolerance
+    from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AtomicCheckpointIO",
     "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
@@ -45,6 +47,7 @@ __all__ = [
 
 # These need torch or Lightning, which take seconds to import.
 _LAZY = {
+    "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",

@@ -123,7 +123,10 @@ def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tu
     Yields:
         The temporary file, and the name of the file that it would have become (cut, if it was very long).
     """
-    names = sorted(path.name for path in directory.glob(".*.tmp-*"))
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return
     for name, target in leftovers(names, other_hosts=other_hosts):
         yield directory / name, target
 

@@ -100,7 +100,8 @@ class AutosaveSeries:
         if too_many:
             self.check()
         for old in too_many:
-            self.store.delete(old)
+            with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                self.store.delete(old)
         return path
 
     def newest(self) -> str | None:

@@ -78,14 +78,15 @@ def verify_file(path: str | os.PathLike[str]) -> Verification:
         return _verify(path, file)
 
 
-def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
-    """Verify a checkpoint and load it with ``weights_only=True``.
+def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool = True) -> dict[str, Any]:
+    """Verify a checkpoint and load it, with ``weights_only=True`` unless the caller says otherwise.
 
     A file that was written without checksums is loaded, and a warning says once that it could not be verified.
 
     Args:
         path: A file written by ``torch.save``, or the URL of one; that is transferred once.
         map_location: As in ``torch.load``.
+        weights_only: As in ``torch.load``; without it a file may run any code.
 
     Returns:
         The content.
@@ -103,7 +104,7 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dic
             file = stack.enter_context(local_copy(path))
             verification = _verify(path, file)
             file.seek(0)
-        checkpoint = _load(file, verification, map_location=map_location)
+        checkpoint = _load(file, verification, map_location=map_location, weights_only=weights_only)
     if not verification.has_checksums:
         _warn_unverified(str(verification))
     if not isinstance(checkpoint, dict):
@@ -165,10 +166,12 @@ def _verify(path: str | os.PathLike[str], file: IO[bytes]) -> Verification:
     return Verification(path=os.fspath(path), has_checksums=not reason, reason=reason, num_bytes=num_bytes)
 
 
-def _load(file: IO[bytes], verification: Verification, *, map_location: Any) -> Any:
+def _load(file: IO[bytes], verification: Verification, *, map_location: Any, weights_only: bool) -> Any:
     try:
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
     except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise
         known = "is not damaged" if verification.has_checksums else "can't be verified"
         raise UnsafeCheckpointError(
             f"{verification.path} {known}, but it holds an object that torch.load(weights_only=True) refuses: "

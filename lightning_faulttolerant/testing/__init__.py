@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.testing.faults import Fault, fail_with, kill_after, kill_before, lose, write_short
 from lightning_faulttolerant.testing.faulty_files import FaultyFiles
+from lightning_faulttolerant.testing.faulty_urls import FaultyURLs
 from lightning_faulttolerant.testing.power_loss import PowerLoss, PowerLost
 from lightning_faulttolerant.testing.steps import Step
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Fault",
     "FaultyFiles",
+    "FaultyURLs",
     "Interruption",
     "KillAt",
     "NotTheSame",

@@ -6,25 +6,23 @@ Replaced while the block runs, and put back exactly: ``open``, and the functions
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import io
 import os
 import pathlib
-import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, final
 
 from lightning_faulttolerant.testing.faults import Fault
+from lightning_faulttolerant.testing.faulty_steps import FaultySteps
 from lightning_faulttolerant.testing.locate import locate
-from lightning_faulttolerant.testing.steps import KINDS, Step
+from lightning_faulttolerant.testing.steps import Step
 from lightning_faulttolerant.testing.writable import open_writable
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Two blocks of one process would put back one another's functions if they ended out of order.
 _blocks: list[FaultyFiles] = []
-_inside = threading.local()
 
 
 @final
@@ -46,9 +44,6 @@ class FaultyFiles:
         kind: Only steps of this kind, or of these kinds (see ``KINDS``), are chosen; of all by default.
         at: The number of the chosen step among those of its kind, from 1; None for each of them.
         lasting: Whether from `at` on each step of its kind is chosen, as on a disk that is full and stays full.
-
-    Attributes:
-        steps: What has been done so far, the chosen steps included.
 
     Example:
         >>> import errno, tempfile
@@ -74,20 +69,14 @@ class FaultyFiles:
         at: int | None = None,
         lasting: bool = False,
     ) -> None:
-        kinds = frozenset(KINDS if kind is None else [kind] if isinstance(kind, str) else kind)
-        if not kinds <= set(KINDS):
-            raise ValueError(f"There is no kind of step named {sorted(kinds - set(KINDS))}. Take some of {KINDS}.")
-        if at is not None and at < 1:
-            raise ValueError(f"at is {at}, steps are counted from 1.")
-        self.steps: list[Step] = []
+        self._faulty = FaultySteps(fault, kind=kind, at=at, lasting=lasting)
         self._root = Path(os.path.realpath(directory))
-        self._fault = fault
-        self._kinds = kinds
-        self._at = at
-        self._lasting = lasting
-        self._num_of_kinds = 0
-        self._lock = threading.RLock()  # a signal handler may take a step too
         self._replaced: list[tuple[Any, str, Any]] = []
+
+    @property
+    def steps(self) -> list[Step]:
+        """What has been done so far, the chosen steps included."""
+        return self._faulty.steps
 
     def __enter__(self) -> FaultyFiles:
         if _blocks:
@@ -106,20 +95,8 @@ class FaultyFiles:
 
     def take(self, kind: str, path: Path, perform: Callable[..., Any], *, num_bytes: int = 0) -> Any:
         """Count a step, and do it, or what the fault makes of it."""
-        if self not in _blocks or getattr(_inside, "is_set", False):  # the block is over, or a step within a step
-            return perform()
-        with self._lock:
-            step = Step(number=len(self.steps) + 1, kind=kind, path=path, num_bytes=num_bytes)
-            self.steps.append(step)
-            fault = self._fault if self._is_chosen(kind) else None
-        with _steps_within_hidden():
-            return perform() if fault is None else fault(step, perform)
-
-    def _is_chosen(self, kind: str) -> bool:
-        if kind not in self._kinds:
-            return False
-        self._num_of_kinds += 1
-        return self._at is None or self._num_of_kinds == self._at or (self._lasting and self._num_of_kinds > self._at)
+        is_over = self not in _blocks
+        return perform() if is_over else self._faulty.take(kind, path, perform, num_bytes=num_bytes)
 
     def _place(self, file: Any, dir_fd: int | None = None) -> Path | None:
         path = locate(file, dir_fd)
@@ -217,12 +194,3 @@ class FaultyFiles:
             return open_writable(functools.partial(self.take, path=place), file, mode, *args, **options)
 
         return call
-
-
-@contextlib.contextmanager
-def _steps_within_hidden() -> Iterator[None]:
-    _inside.is_set = True
-    try:
-        yield
-    finally:
-        _inside.is_set = False

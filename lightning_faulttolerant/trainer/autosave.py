@@ -1,15 +1,18 @@
-"""Checkpoints that we write of our own accord: when, and what goes into them."""
+"""Checkpoints that we write of our own accord: when, what goes into them, and what of that is done behind training."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.blobs import blob_to_tensor, pack_blobs
@@ -56,19 +59,32 @@ class Autosaver:
         self._options = options
         self._header = header
         self._budget = Budget(options.overhead_budget)
-        self._saved_step: int | None = None
+        self._writer = BackgroundWriter("autosave")
+        self._staging = Staging()
+        self._last_step: int | None = None
+        """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
         """Until this time of the clock no autosave is due: a boundary need not ask before."""
+        self._has_failed = False
+        """Whether the write behind training has: set by its thread."""
         self.is_dumping = False
         self.saved: Position | None = None
+        """Where the last autosave was taken that is written and verified."""
 
     def is_due(self) -> bool:
-        """Return whether an autosave is due at this boundary. The first boundary's is always."""
-        if self._saved_step is None:
+        """Return whether an autosave is due at this boundary. The first boundary's is always.
+
+        Raises:
+            Exception: What the write behind training has raised since the last boundary, as it was.
+        """
+        error = self._writer.take_error()
+        if error is not None:
+            raise error
+        if self._last_step is None:
             return True
         if self._options.every_n_train_steps is not None:
-            return self._trainer.global_step - self._saved_step >= self._options.every_n_train_steps
-        return self._budget.now() >= self.due_at
+            return self._trainer.global_step - self._last_step >= self._options.every_n_train_steps
+        return self._budget.now() >= self.due_at and not self._writer.is_busy
 
     def _next_due_at(self) -> float:
         if self._options.every_n_train_steps is not None:
@@ -77,15 +93,34 @@ class Autosaver:
             return self._budget.now() + self._options.train_time_interval.total_seconds()
         return self._budget.next_at
 
-    def save(self, position: Position) -> str:
+    def save_due(self, position: Position) -> None:
+        """Save the state of this boundary, behind training if it is to be so and this is not the first time."""
+        if self._last_step is None or not self._options.async_save:
+            self.save(position)
+            return
+        began = self._budget.now()
+        self._writer.wait()
+        error = self._writer.take_error()
+        if error is not None:
+            raise error
+        checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
+        self._prepare(checkpoint)
+        staged = self._staging.copy(checkpoint)
+        self._has_failed = False
+        self._writer.start(partial(self._write_behind, staged, position))
+        self._note(position, began)
+
+    def save(self, position: Position) -> None:
         """Save the state of this instant."""
         began = self._budget.now()
+        self.settle()
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
-        return self._write(checkpoint, position, began)
+        self._save(checkpoint, position, began)
 
-    def save_capture(self, capture: Capture) -> str:
+    def save_capture(self, capture: Capture) -> None:
         """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
         began = self._budget.now()
+        self.settle()
         module = self._trainer.lightning_module
         now = buffers_state(module)
         # Until the file is written: a state_dict holds the buffers themselves, not copies.
@@ -93,9 +128,21 @@ class Autosaver:
         try:
             checkpoint = self._dump(self.make_part(capture.position, capture.state))
             put_instead(checkpoint, capture.instead(), capture.position, self._trainer)
-            return self._write(checkpoint, capture.position, began)
+            self._save(checkpoint, capture.position, began)
         finally:
             load_buffers(module, now)
+
+    def settle(self) -> None:
+        """Wait for the write behind training. If it failed, what comes next is to make up for it."""
+        self._writer.wait()
+        error = self._writer.take_error()
+        if error is not None:
+            _log.warning("An autosave could not be written behind training; the one before it is there: %r", error)
+
+    def close(self) -> None:
+        """Wait for the write behind training, and give its memory back."""
+        self.settle()
+        self._staging.clear()
 
     def make_part_for(self, save: HookSave) -> dict[str, Any]:
         """Return our part of a checkpoint that somebody else asks for."""
@@ -130,20 +177,40 @@ class Autosaver:
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
-    def _write(self, checkpoint: dict[str, Any], position: Position, began: float) -> str:
-        is_first = self._saved_step is None
+    def _save(self, checkpoint: dict[str, Any], position: Position, began: float) -> None:
+        is_first = self._last_step is None
+        self._prepare(checkpoint)
+        path = self._write(checkpoint, position)
+        if is_first:
+            load_file(path)
+        self.saved = position
+        self._note(position, began)
+        if is_first and self._options.async_save:  # the first copy is not to pay for new memory
+            self._writer.start(self._staging.reserve(checkpoint))
+
+    def _prepare(self, checkpoint: Mapping[str, Any]) -> None:
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
         self._run_state.files.flush()
-        path = self._series.save(
-            checkpoint, epoch=position.epoch, batch=position.batch, global_step=position.global_step
-        )
-        if is_first:
-            load_file(path)
+
+    def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
+        epoch, batch, global_step = position.epoch, position.batch, position.global_step
+        return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
+
+    def _write_behind(self, checkpoint: dict[str, Any], position: Position) -> None:
+        try:
+            self._write(checkpoint, position)
+            self.saved = position
+        except BaseException:
+            self._has_failed, self.due_at = True, float("-inf")  # so that the next boundary asks
+            raise
+
+    def _note(self, position: Position, began: float) -> None:
         seconds = self._budget.spend(began)
-        self._saved_step, self.saved, self.due_at = position.global_step, position, self._next_due_at()
-        _log.debug("Autosave %s in %.3f s", path, seconds)
-        return path
+        self._last_step, self.due_at = position.global_step, self._next_due_at()
+        if self._has_failed:  # before that line
+            self.due_at = float("-inf")
+        _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
 
 
 def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:

@@ -66,7 +66,7 @@ class Boundary:
             raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
         now = self._budget.now()
         if now >= self._autosaver.due_at and self._autosaver.is_due():
-            self._autosaver.save(position_of(self._trainer, BOUNDARY))
+            self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
         if now >= self._budget.next_at or self._hook_saves.wants_captures:
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))

@@ -31,8 +31,11 @@ class FaultTolerance(Callback):
         keep_last: How many verified autosaves are kept, at least 1.
         every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
         train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
-        overhead_budget: Share of the time, in (0, 1], that autosaves may take where no interval is given, and that
-            captures in memory may take; 1 means no limit.
+        overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves where no interval is given,
+            and that captures in memory may take; 1 means no limit.
+        async_save: Write autosaves behind training: it only waits until its state is copied, which takes as much memory
+            as a checkpoint is long. At most one is being written; where steps say when, the next one waits for it, else
+            it is skipped. The first of a fit and those of a stop, an exception and the end are waited for.
         stop_signals: Names of the signals that stop the run after its batch is finished and its state saved.
         grace_seconds: How long after the first of them the process has to end.
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
@@ -60,6 +63,7 @@ class FaultTolerance(Callback):
         every_n_train_steps: int | None = None,
         train_time_interval: timedelta | None = None,
         overhead_budget: float = 0.01,
+        async_save: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
         save_on_exception: bool = True,
@@ -74,6 +78,7 @@ class FaultTolerance(Callback):
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             overhead_budget=overhead_budget,
+            async_save=async_save,
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,
             save_on_exception=save_on_exception,

@@ -32,6 +32,7 @@ class Options:
     auto_resume: bool
     strict: bool
     worker_rng: str = "capture"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         if self.run_id is not None:

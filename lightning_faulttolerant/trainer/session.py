@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import TrainingStopped
@@ -18,6 +18,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
+from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
@@ -26,9 +27,10 @@ from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
+from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import BOUNDARY, FINISHED, position_of
+from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
@@ -89,6 +91,7 @@ class Session:
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._files.follow()
+        write_atomically(self._trainer, self._patches)
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
@@ -121,10 +124,10 @@ class Session:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
-            if saves and not self._is_saved(exception):
-                self._save_interrupted(exception)
-            if isinstance(exception, TrainingStopped):
-                rank_zero_info(f"\n{exception.reason}. Run the same command again to go on {self._last_saved()}.")
+            if self.autosaver is not None:
+                end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
+            elif isinstance(exception, TrainingStopped):
+                tell_stopped(exception, None)
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
@@ -139,27 +142,9 @@ class Session:
         self._loaders.put_back()
         self._patches.undo()
         self._files.put_back()
+        if self.autosaver is not None:
+            self.autosaver.close()
         self._boundary = self.autosaver = self._run_state = None
-
-    def _last_saved(self) -> str:
-        saved = self.autosaver.saved if self.autosaver is not None else None
-        return "from the beginning" if saved is None else str(saved)
-
-    def _is_saved(self, exception: BaseException) -> bool:
-        assert self.autosaver is not None
-        return isinstance(exception, TrainingStopped) and self.autosaver.saved == position_of(self._trainer, BOUNDARY)
-
-    def _save_interrupted(self, exception: BaseException) -> None:
-        assert self._boundary is not None
-        assert self.autosaver is not None
-        name = type(exception).__name__
-        try:
-            saved = self._boundary.save_interrupted()
-        except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
-            rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
-            return
-        if not isinstance(exception, TrainingStopped):
-            rank_zero_info(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {self.autosaver.saved}.")
 
     # What the seams do.
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import overhead, parts, report, resume, runs
+from benchmarks import overhead, parts, report, resume, runs, save
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,20 @@ def test_resumed_fit_begins_where_it_was_cut(tmp_path: Path) -> None:
     found = resume.measure("RandomSampler", 0, num_samples=2000, at=0.9, rounds=1, directory=tmp_path)
     assert found["fresh_s"] > 0
     assert found["ratio"] == pytest.approx(found["resumed_s"] / found["fresh_s"])
+
+
+def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
+    """Each has a stall, a time until it is on the disk, a ratio within its range, and the memory that it takes."""
+    figures = figures_of(save.main, ["--size", "10 MB"], tmp_path)
+    [(size, found)] = figures["cases"].items()
+    assert size == "10 MB"
+    assert found["bytes"] > 50_000
+    assert list(found["variants"]) == list(save.VARIANTS)
+    for of in found["variants"].values():
+        assert 0 < of["stall_s"] <= of["on_disk_s"]
+        assert 0 < of["low"] <= of["ratio"] <= of["high"]
+        assert of["peak_bytes"] > 0
+    assert found["variants"][save.LIGHTNINGS]["ratio"] == 1
 
 
 def test_page_is_of_the_figures_beside_it() -> None:

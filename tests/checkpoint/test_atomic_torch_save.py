@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import threading
 from pathlib import Path
 
 import fsspec
@@ -197,6 +198,15 @@ def test_bytes_are_on_the_disk_before_the_name(tmp_path):
         _assert_holds(tmp_path / "a.ckpt")
 
 
+def test_small_file_is_on_the_disk_before_its_name(tmp_path):
+    """Bytes that still are in Python's buffer at the fsync would be lost: they must not be."""
+    atomic_write_bytes(b"old", tmp_path / "a.json")
+    for keeps in ("synced", "names", "removals"):
+        with PowerLoss(tmp_path, keeps=keeps):
+            atomic_write_bytes(keeps.encode(), tmp_path / "a.json")
+        assert (tmp_path / "a.json").read_bytes() == keeps.encode()
+
+
 def _save_many(path: Path, step: int, barrier) -> None:
     barrier.wait()
     for _ in range(30):
@@ -220,6 +230,28 @@ def test_two_writers_of_one_path_do_not_meet(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     assert num_loaded > 0
     assert _names(tmp_path) == ["a.ckpt"]
+
+
+def test_two_threads_that_write_one_path_do_not_meet(tmp_path):
+    """Threads share a process id: their temporary files must be kept apart all the same."""
+    barrier, errors = threading.Barrier(2), []
+
+    def save_many(step: int) -> None:
+        barrier.wait()
+        try:
+            for _ in range(20):
+                atomic_torch_save({"step": step, "weights": torch.full((20_000,), step)}, tmp_path / "a.ckpt")
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save_many, args=(step,)) for step in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert _names(tmp_path) == ["a.ckpt"]
+    verify_file(tmp_path / "a.ckpt")
 
 
 def test_nothing_is_left_behind_when_the_save_fails(tmp_path):

@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.testing import FaultyFiles, kill_after, kill_before
-from tests.checkpoint.writers import FORK, SERIES, WRITERS, Writer, exit_code, leftovers, temporary_directory_elsewhere
+from tests.checkpoint.writers import (
+    DIRECTORY,
+    FILE_WRITERS,
+    FORK,
+    SERIES,
+    Writer,
+    exit_code,
+    leftovers,
+    prepared,
+    temporary_directory_elsewhere,
+)
 
 MEMORY = Path("/dev/shm")
 
@@ -22,23 +32,24 @@ MEMORY = Path("/dev/shm")
 @pytest.fixture(params=["same", "other"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A directory for checkpoints; ``$TMPDIR`` is on the same file system or on another, and must stay empty."""
-    elsewhere = tmp_path / "tmpdir"
+    root, elsewhere = tmp_path / "root", tmp_path / "tmpdir"
+    root.mkdir()
     elsewhere.mkdir()
     if request.param == "other":
-        elsewhere = Path(tempfile.mkdtemp(dir=MEMORY))
-        assert os.stat(elsewhere).st_dev != os.stat(tmp_path).st_dev
+        if not MEMORY.is_dir() or os.stat(MEMORY).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("there is no second file system here")
+        root = Path(tempfile.mkdtemp(dir=MEMORY))
     with temporary_directory_elsewhere(elsewhere):
-        yield tmp_path / "run"
+        yield root / "run"
     assert list(elsewhere.iterdir()) == []
-    shutil.rmtree(elsewhere)
+    shutil.rmtree(root)
 
 
 def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: int) -> int:
     """Kill a process at step 1, 2, ... of a save until one comes to its end; return how many were killed."""
-    for at in range(1, 100):
-        here = directory / str(at)
-        for number in range(1, num_before + 1):
-            writer.save(here, number)
+    fresh = prepared(writer, directory, num_saves=num_before)
+    for at in range(1, 200):
+        here = fresh()
 
         def main(here: Path = here, at: int = at) -> None:
             with FaultyFiles(directory, fault, at=at):
@@ -59,14 +70,19 @@ def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: in
 
 
 @pytest.mark.parametrize("fault", [kill_before, kill_after])
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_each_step_of_a_save(writer, fault, directory):
     """Before and after each step there must be the save before or the one in flight, and a next one must succeed."""
-    directory.mkdir()
     assert _kill_at_each_step(writer, directory, fault, num_before=3) >= 6
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize("directory", ["other"], indirect=True)
+def test_killed_at_each_step_of_a_directory(directory):
+    """The same must hold for checkpoints of several files, which take many steps."""
+    assert _kill_at_each_step(DIRECTORY, directory, kill_before, num_before=2) >= 40
+
+
+@pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_each_step_of_the_first_save(writer, tmp_path):
     """A first save that is killed must leave nothing or itself, never a file that stops the next start."""
     assert _kill_at_each_step(writer, tmp_path, kill_before, num_before=0) >= 6
@@ -81,17 +97,18 @@ def _save_for_ever(writer: Writer, directory: Path, number: int, returned: int) 
 
 def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
     draw = random.SystemRandom()
-    number, num_saves, longest = 0, 0, 0.03
+    number, num_saves = 0, 0
     for _ in range(num_kills):
         reader, returned = os.pipe()
         process = FORK.Process(target=_save_for_ever, args=(writer, directory, number, returned))
         process.start()
         os.close(returned)
-        time.sleep(draw.uniform(0, longest))
-        process.kill()
-        process.join()
-        with open(reader, "rb") as answers:
-            num_returned = len(answers.read())
+        with open(reader, "rb", buffering=0) as answers:
+            num_returned = len(answers.read(1)) if draw.random() < 0.5 else 0
+            time.sleep(draw.uniform(0, writer.seconds))
+            process.kill()
+            process.join()
+            num_returned += len(answers.readall())
         found = writer.number(directory)
         assert found in (number + num_returned, number + num_returned + 1)
         number, num_saves = found, num_saves + num_returned
@@ -101,10 +118,16 @@ def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
     assert not writer.removes_leftovers or leftovers(directory) == []
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_random_instants(writer, directory):
     """At any instant there must be the save that returned last, or the one in flight."""
     _kill_at_random(writer, directory, num_kills=20)
+
+
+@pytest.mark.parametrize("directory", ["other"], indirect=True)
+def test_directory_killed_at_random_instants(directory):
+    """At any instant there must be the directory that was completed last, or the one in flight."""
+    _kill_at_random(DIRECTORY, directory, num_kills=20)
 
 
 def test_series_killed_at_200_random_instants(tmp_path):
@@ -113,7 +136,7 @@ def test_series_killed_at_200_random_instants(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", [*FILE_WRITERS, DIRECTORY], ids=lambda writer: writer.name)
 def test_killed_at_200_random_instants(writer, directory):
     """Each way to save, on one file system and across two, must bear many kills."""
     _kill_at_random(writer, directory, num_kills=200)

@@ -12,7 +12,7 @@ import pytest
 from lightning_faulttolerant.checkpoint import AutosaveSeries, verify_file
 from lightning_faulttolerant.errors import DamagedCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, kill_before
-from tests.checkpoint.writers import SERIES, WRITERS, Writer, exit_code
+from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, SERIES, Writer, exit_code
 
 KEEPS = ["synced", "names", "removals"]
 
@@ -20,10 +20,10 @@ KEEPS = ["synced", "names", "removals"]
 def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Iterator[bool]:
     """Lose the power at step 1, 2, ... of an action, then behind it; yield each time whether the action was done."""
     original = directory.with_name("original")
-    shutil.copytree(directory, original)
+    shutil.copytree(directory, original, symlinks=True)
     for at in range(1, 200):
         shutil.rmtree(directory)
-        shutil.copytree(original, directory)
+        shutil.copytree(original, directory, symlinks=True)
         with PowerLoss(directory, at=at, keeps=keeps) as loss:
             action()
         yield not loss.has_lost
@@ -32,9 +32,16 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
     raise AssertionError("the action does not end")
 
 
-@pytest.mark.parametrize("keeps", KEEPS)
-@pytest.mark.parametrize("num_before", [0, 1, 3])
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize(
+    ("writer", "num_before", "keeps"),
+    [
+        *((writer, num_before, keeps) for writer in FILE_WRITERS for num_before in (0, 1, 3) for keeps in KEEPS),
+        (DIRECTORY, 2, "synced"),
+        *(pytest.param(DIRECTORY, 2, keeps, marks=pytest.mark.slow) for keeps in ("names", "removals")),
+        *(pytest.param(DIRECTORY, 0, keeps, marks=pytest.mark.slow) for keeps in KEEPS),
+    ],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
 def test_power_lost_at_each_step_of_a_save(writer: Writer, num_before, keeps, tmp_path):
     """What save() returned must survive; until then the save before, or the one in flight; and a next must succeed."""
     root = tmp_path / "root"
@@ -151,10 +158,10 @@ def test_killed_at_each_step_of_the_rest(damaged, action):
     if action != "newest":
         series.newest()
     original = directory.with_name("original")
-    shutil.copytree(directory, original)
+    shutil.copytree(directory, original, symlinks=True)
     for at in range(1, 100):
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(original, directory)
+        shutil.copytree(original, directory, symlinks=True)
 
         def main(at: int = at) -> None:
             with FaultyFiles(directory.parent, kill_before, at=at):

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, load_file
 from lightning_faulttolerant.testing import FaultyFiles
-from tests.checkpoint.writers import FORK, SERIES, WRITERS, content, leftovers
+from tests.checkpoint.writers import FILE_WRITERS, FORK, SERIES, content, leftovers
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def _held_at(directory: Path, kind: str, main: Callable[[], object]) -> Iterator
 
 
 @pytest.mark.parametrize("kind", ["write", "fsync", "close", "rename"])
-@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_a_save_does_not_disturb_the_one_of_a_living_process(writer, kind, tmp_path):
     """The temporary file of a process that is alive must not be removed, and both saves must end well."""
     writer.save(tmp_path, 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import multiprocessing
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +18,9 @@ import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
 from lightning_faulttolerant.checkpoint.atomic_file import make_directory
+from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
 
@@ -31,13 +37,17 @@ class Writer:
         save: Saves the content with this number; the directory need not exist.
         newest: Returns the file that a restart would take, None where there is none.
         removes_leftovers: Whether a save removes what dead writers left.
+        cleans_up: Whether a save that raises leaves nothing.
+        seconds: About how long a save takes.
     """
 
     name: str
     save: Callable[[Path, int], Any]
     newest: Callable[[Path], Path | str | None]
-    load: Callable[[Path], dict[str, Any]] = load_file
+    load: Callable[[Any], dict[str, Any]] = load_file
     removes_leftovers: bool = True
+    cleans_up: bool = True
+    seconds: float = 0.02
 
     def number(self, directory: Path) -> int:
         """Return the number of what a restart would load, verified and whole; 0 where there is nothing."""
@@ -54,12 +64,35 @@ def content(number: int) -> dict[str, Any]:
     return {"number": number, "weights": torch.full((NUM_WEIGHTS,), number, dtype=torch.int32)}
 
 
-def _series(keep_last: int) -> Writer:
-    def save(directory: Path, number: int) -> Path:
+def _series(keep_last: int, *, is_behind: bool = False) -> Writer:
+    def save(directory: Path, number: int) -> None:
         series = AutosaveSeries(directory, keep_last=keep_last)
-        return series.save(content(number), epoch=0, batch=number, global_step=number)
+        job = functools.partial(series.save, content(number), epoch=0, batch=number, global_step=number)
+        _behind(job) if is_behind else job()
 
-    return Writer(name=f"series-{keep_last}", save=save, newest=lambda directory: AutosaveSeries(directory).newest())
+    def newest(directory: Path) -> str | None:
+        return AutosaveSeries(directory).newest()
+
+    return Writer(name=f"series-{keep_last}{'-behind' if is_behind else ''}", save=save, newest=newest)
+
+
+def _behind(job: Callable[[], Any]) -> None:
+    """Do a job as an asynchronous save does, in the thread of the background writer."""
+    writer = BackgroundWriter("test")
+    writer.start(job)
+    writer.wait()
+    error = writer.take_error()
+    if error is not None:
+        raise error
+
+
+def _save_by_lightning(directory: Path, number: int) -> None:
+    AtomicCheckpointIO().save_checkpoint(content(number), directory / "checkpoints" / "last.ckpt")
+
+
+def _lightnings(directory: Path) -> Path | None:
+    path = directory / "checkpoints" / "last.ckpt"
+    return path if path.exists() else None
 
 
 def _save_to_one_path(directory: Path, number: int) -> None:
@@ -72,9 +105,62 @@ def _one_path(directory: Path) -> Path | None:
     return path if path.exists() else None
 
 
+def _save_to_a_directory(directory: Path, number: int) -> None:
+    saver = AtomicDirectory(directory, keep_last=2, strategy="mono")
+    prepared = Path(saver.prepare_checkpoint_directory())
+    (prepared / "shards").mkdir()
+    with open(prepared / "shards" / "0.pt", "wb") as file:  # by path, torch would write where no fault can be injected
+        atomic_torch_save(content(number), file)
+    (prepared / "number.txt").write_text(str(number))
+    saver.symlink_latest(prepared)
+
+
+def _latest_directory(directory: Path) -> str | None:
+    return AtomicDirectory(directory, strategy="mono").latest()
+
+
+def _load_directory(path: str | Path) -> dict[str, Any]:
+    checkpoint = load_file(Path(path) / "shards" / "0.pt")
+    assert (Path(path) / "number.txt").read_text() == str(checkpoint["number"])
+    return checkpoint
+
+
+# Who begins a directory and fails to fill it has to call abort, or leave it to the next save.
+DIRECTORY = Writer(
+    name="directory",
+    save=_save_to_a_directory,
+    newest=_latest_directory,
+    load=_load_directory,
+    cleans_up=False,
+    seconds=0.1,
+)
 ONE_PATH = Writer(name="one-path", save=_save_to_one_path, newest=_one_path, removes_leftovers=False)
 SERIES = _series(2)
-WRITERS = [_series(1), SERIES, ONE_PATH]
+CHECKPOINT_IO = Writer(
+    name="checkpoint-io",
+    save=_save_by_lightning,
+    newest=_lightnings,
+    load=AtomicCheckpointIO().load_checkpoint,
+    removes_leftovers=False,
+)
+FILE_WRITERS = [_series(1, is_behind=True), SERIES, ONE_PATH, CHECKPOINT_IO]
+WRITERS = [*FILE_WRITERS, DIRECTORY]
+
+
+def prepared(writer: Writer, directory: Path, *, num_saves: int) -> Callable[[], Path]:
+    """Return a function that makes fresh directories below this one, each with so many saves in it."""
+    original = directory / "original"
+    original.mkdir(parents=True)
+    for number in range(1, num_saves + 1):
+        writer.save(original / "run", number)
+    copies = (directory / str(number) for number in itertools.count(1))
+
+    def fresh() -> Path:
+        here = next(copies)
+        shutil.copytree(original, here, symlinks=True)
+        return here / "run"
+
+    return fresh
 
 
 def leftovers(directory: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint."""
+"""The private names of Lightning's that this package touches, on 2.5.6 to 2.6.6: loggers, ModelCheckpoint, files."""
 
 from __future__ import annotations
 
@@ -31,9 +31,19 @@ LOGGER_SEAMS = {
     "_experiment": "a logger adds to the files that it had",
 }
 TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged behind the resumed step"}
+STRATEGY_SEAMS = {"_checkpoint_io": "checkpoints of ModelCheckpoint and trainer.save_checkpoint that no crash damages"}
+CHECKPOINT_IO = "_checkpoint_io"
 CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
 
+# Since 2.6 a fit may say how its checkpoint is loaded.
+HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(Trainer.fit).parameters
+
 _ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+
+
+def weights_only_argument(weights_only: bool) -> dict[str, Any]:
+    """Return the argument by which a `CheckpointIO` of this Lightning is told ``weights_only``, if it has one."""
+    return {"weights_only": weights_only} if HAS_WEIGHTS_ONLY else {}
 
 
 def given_checkpoint(trainer: Trainer) -> tuple[Any] | None:

@@ -73,8 +73,7 @@ class MetricsFile:
         elif _is_local(self._file_system):
             atomic_write_bytes(text.encode(), self.path)
         else:
-            with self._file_system.open(self.path, "w", newline="", encoding="utf-8") as file:
-                file.write(text)
+            atomic_write_bytes(text.encode(), self._file_system.unstrip_protocol(self.path))
 
     def _lines(self) -> Iterator[list[str]]:
         if self._file_system.isfile(self.path):

@@ -21,6 +21,7 @@ OWNERS: dict[str, Any] = {
     "LOGGER_SEAMS": lambda: CSVLogger("."),
     "TENSORBOARD_SEAMS": lambda: TensorBoardLogger("."),
     "CSV_WRITER_SEAMS": lambda: ExperimentWriter,
+    "STRATEGY_SEAMS": lambda: Trainer(logger=False).strategy,
 }
 SEAMS = [(table, name) for table in OWNERS for name in getattr(compat, table)]
 

@@ -1,0 +1,116 @@
+"""How a Trainer's own checkpoints are written and read: whole or not at all, and verified before they are believed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store, split_path
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.trainer.files import compat
+from lightning_faulttolerant.trainer.patches import Patches
+
+Path = str | os.PathLike[str]
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Writes checkpoints that no crash can damage, and verifies each record of a file that it reads.
+
+    `FaultTolerance` uses it for ``ModelCheckpoint`` and ``trainer.save_checkpoint`` where the Trainer has the default
+    one. It also works without the callback, and within Lightning's ``AsyncCheckpointIO``. Paths may be URLs.
+
+    Args:
+        weights_only: What holds where nobody says otherwise in ``fit(..., weights_only=...)``. With False a file may
+            run any code when it is loaded: only for files that you trust.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_faulttolerant import AtomicCheckpointIO
+        >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
+    """
+
+    def __init__(self, *, weights_only: bool = True) -> None:
+        self._weights_only = weights_only
+        self._default = TorchCheckpointIO()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint so that a crash at any moment leaves the old file or the new one.
+
+        Args:
+            checkpoint: What ``torch.save`` can write; it is streamed, not copied.
+            path: A file, of which missing parents are made, or a URL.
+            storage_options: Not used.
+
+        Raises:
+            TypeError: If there are `storage_options`.
+            OSError: If the file can't be written; the old one is still there.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported by AtomicCheckpointIO, as it is"
+                " not by Lightning's own. Put the options of a file system into fsspec's configuration."
+            )
+        directory, name = split_path(_as_given(path))
+        with open_store(directory).writer(name) as file:
+            save_to_file(checkpoint, file)
+
+    def load_checkpoint(
+        self,
+        path: Path,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Verify a checkpoint and load it, from one reading of the file.
+
+        Args:
+            path: A file or a URL; what a directory holds is loaded as Lightning does.
+            map_location: As in ``torch.load``.
+            weights_only: As in ``torch.load``; ``None`` for what the object was made with.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            DamagedCheckpointError: If the file is truncated or no ``torch.save`` file, or a byte of it changed.
+            UnsafeCheckpointError: If it holds an object that ``weights_only=True`` refuses.
+        """
+        path = _as_given(path)
+        weights_only = self._weights_only if weights_only is None else weights_only
+        if not is_url(path) and os.path.isdir(path):
+            more = compat.weights_only_argument(weights_only)
+            return self._default.load_checkpoint(path, map_location, **more)
+        try:
+            return load_file(path, map_location=map_location, weights_only=weights_only)
+        except DamagedCheckpointError as damage:
+            if isinstance(damage.__cause__, FileNotFoundError):
+                raise FileNotFoundError(f"Checkpoint file not found: {path}") from damage
+            raise
+        except UnsafeCheckpointError as refusal:
+            raise UnsafeCheckpointError(f"{refusal} {_remedy()}") from refusal.__cause__
+
+    def remove_checkpoint(self, path: Path) -> None:
+        """Remove a checkpoint, file or directory, if it is there."""
+        self._default.remove_checkpoint(_as_given(path))
+
+
+def write_atomically(trainer: Trainer, patches: Patches) -> None:
+    """Let a Trainer that has Lightning's default `CheckpointIO` use ours until `patches` are undone."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        patches.replace(trainer.strategy, compat.CHECKPOINT_IO, AtomicCheckpointIO())
+
+
+def _as_given(path: Path) -> str:
+    # As fsspec does, with which Lightning's own opens files.
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.expanduser(local_path(text))
+
+
+def _remedy() -> str:
+    lightnings = "`fit(..., weights_only=False)`, or " if compat.HAS_WEIGHTS_ONLY else ""
+    return (
+        f"To load it all the same under a Trainer, whatever it runs: {lightnings}"
+        "`Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])`."
+    )

@@ -1,0 +1,285 @@
+"""Autosaves behind training: the law holds whatever ends the run while one is being written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.law.test_which_run import autosaves, protected, tell, told
+from tests.processes import run
+from tests.runs import Net, NoisyDataset, fit_net
+
+BEHIND = {"async_save": True}
+ALWAYS = {**BEHIND, "every_n_train_steps": 1}
+_fsync = os.fsync
+
+
+def is_behind() -> bool:
+    """Return whether this is the thread that writes behind training."""
+    return threading.current_thread().name == "autosave"
+
+
+class Disk(Callback):
+    """A disk that is slow, or worse, for what is written behind training: `at` counts the calls of ``fsync`` there."""
+
+    def __init__(self, seconds: float = 0.0, *, at: int | None = None) -> None:
+        self.seconds = seconds
+        self.at = at
+        self.num_calls = 0
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        os.fsync = self.fsync
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        os.fsync = _fsync
+
+    def fsync(self, descriptor: int) -> None:
+        if is_behind():
+            time.sleep(self.seconds)
+            self.num_calls += 1
+            if self.num_calls == self.at:
+                self.strike()
+        _fsync(descriptor)
+
+    def strike(self) -> None:
+        """Do what this disk is for."""
+
+
+class KillInWrite(Disk):
+    """Kills the process while the file behind training is written and not yet at its place."""
+
+    def strike(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillWhenWritten(Disk):
+    """Kills the process at the start of batch `batch` of this process, once a file was written behind training."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(0.01)
+        self.num_left = batch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.01)
+        self.num_left -= 1
+        while self.num_left < 0:
+            time.sleep(0.01)
+            if self.num_calls >= 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StopInWrite(Disk):
+    """Sends a signal to the process while it writes behind training."""
+
+    def strike(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+
+class FullDisk(Disk):
+    """Has no space left, from then on, for what is written behind training."""
+
+    def strike(self) -> None:
+        self.at = self.num_calls + 1
+        raise OSError(28, "No space left on device")
+
+
+class RaiseInWrite(Callback):
+    """Raises in a batch while a write is under way."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            assert any(thread.name == "autosave" for thread in threading.enumerate())
+            raise ZeroDivisionError("in the middle of a write")
+
+
+def fit_workers(num_workers: int, accumulate: int = 1) -> Any:
+    """Return a fit whose training loader has so many workers."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
+        return fit_net(callbacks, directory, train=train, accumulate_grad_batches=accumulate)
+
+    return fit
+
+
+# Each file costs two calls of fsync: the first of them while it is written, the second when it is at its place.
+@pytest.mark.parametrize(("num_workers", "accumulate", "at"), [(0, 1, (7, 13)), (2, 1, (7, 13)), (0, 3, (3, 5))])
+def test_killed_in_the_middle_of_a_write(num_workers: int, accumulate: int, at: tuple[int, int]) -> None:
+    """SIGKILL while a file is being written costs what was trained since the one before, in both epochs."""
+    faults = [[KillInWrite(0.02, at=number)] for number in at]
+    costs = assert_resumes_exactly(fit_workers(num_workers, accumulate), faults, options=ALWAYS)
+    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
+    places = [(cost.epoch, cost.batch) for cost in costs]
+    assert places == ([(0, 3), (1, 1)] if accumulate == 1 else [(0, 3), (1, 0)])
+
+
+@pytest.mark.parametrize("budget", [{"overhead_budget": 1.0}, {"train_time_interval": timedelta(seconds=0.01)}])
+def test_killed_when_saves_are_skipped(budget: dict[str, Any]) -> None:
+    """Where time says when, boundaries pass while a file is written, and each file is a moment of its own."""
+    costs = assert_resumes_exactly(fit_net, [[KillWhenWritten(5)], [KillWhenWritten(7)]], options=BEHIND | budget)
+    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
+
+
+def test_stopped_in_the_middle_of_a_write() -> None:
+    """SIGTERM waits for the write, then the boundary that the run has come to is saved: nothing is trained twice."""
+    [first, second] = assert_resumes_exactly(
+        fit_workers(2), [[StopInWrite(at=7)], [StopInWrite(at=11)]], options=ALWAYS
+    )
+    assert (first.exit_code, second.exit_code) == (143, 143)
+    assert (first.num_batches_twice, second.num_batches_twice) == (0, 0)
+
+
+def test_exception_in_the_middle_of_a_write() -> None:
+    """The write is waited for, and the captured boundary saved behind it: only the failed batch is trained again."""
+    faults = [[Disk(0.05), RaiseInWrite(3)], [Disk(0.05), RaiseInWrite(6)]]
+    [first, second] = assert_resumes_exactly(fit_net, faults, options={**ALWAYS, "overhead_budget": 1.0})
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert (first.batch, second.batch) == (3, 6)
+
+
+def test_error_of_a_write_is_raised_at_the_next_boundary() -> None:
+    """A full disk ends the run as it does without async_save; what was written before is there and exact."""
+    [cost] = assert_resumes_exactly(fit_net, [[FullDisk(at=5)]], options={**ALWAYS, "save_on_exception": False})
+    assert cost.exit_code == 1
+    assert (cost.epoch, cost.batch) == (0, 2)
+
+
+def test_error_of_a_write_is_the_one_that_was_raised(tmp_path: Path) -> None:
+    """The error says what the disk said, and what the run will go on from."""
+    ended = run(lambda: fit_net([protected(async_save=True), FullDisk(at=5)], tmp_path))
+    assert ended.exit_code == 1
+    assert "OSError: [Errno 28] No space left on device" in ended.output
+    assert "OSError: the last autosave stays, before batch 2 of epoch 0" in ended.output
+    assert all(load_file(path) for path in autosaves(tmp_path))
+
+
+def test_error_is_not_kept_until_the_next_save(tmp_path: Path) -> None:
+    """However long it is until the next save, the boundary behind the error raises it."""
+
+    class Notes(FullDisk):
+        def strike(self) -> None:
+            self.failed_at = time.monotonic()
+            super().strike()
+
+        def on_exception(self, *_: Any) -> None:
+            tell(tmp_path, "seconds", time.monotonic() - self.failed_at)
+
+    options = {"every_n_train_steps": None, "train_time_interval": timedelta(seconds=0.5)}
+    ended = run(lambda: fit_net([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=1000))
+    assert ended.exit_code == 1
+    assert "OSError: [Errno 28] No space left on device" in ended.output
+    [seconds] = told(tmp_path, "seconds")
+    assert seconds < 0.3
+
+
+def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
+    """A stop does not stumble over it: it says so, and saves what it has to itself."""
+
+    class Stop(FullDisk):
+        def strike(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            super().strike()
+
+    callback = protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0)
+    ended = run(lambda: fit_net([callback, Stop(at=3)], tmp_path, max_epochs=100))
+    assert ended.exit_code == 143, ended.output
+    assert "could not be written behind training" in ended.output
+    ended = run(lambda: fit_net([protected(async_save=True)], tmp_path), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch" in ended.output
+
+
+class Times(Callback):
+    """Notes at each batch the newest autosave, how many there are, and whether one is being written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        numbers = [int(path.name.split("-")[1]) for path in autosaves(self.directory)]
+        is_writing = any(thread.name == "autosave" for thread in threading.enumerate())
+        tell(self.directory, "saved", [max(numbers, default=0), len(numbers), is_writing])
+
+
+def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
+    """With every_n_train_steps the next save waits for the one in flight, and never more than keep_last are there."""
+    callbacks = [protected(async_save=True), Disk(0.02), Times(tmp_path)]
+    ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
+    assert ended.exit_code == 0, ended.output
+    saved = told(tmp_path, "saved")
+    assert [number for number, *_ in saved] == [1, 1, 2, 3, 4, 5, 6, 7]
+    assert max(num for _, num, _ in saved) == 2
+    assert all(is_writing for *_, is_writing in saved[1:])
+
+
+def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
+    """Where the budget says when, training goes on while a slow disk writes."""
+    callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Disk(0.8), Times(tmp_path)]
+    ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
+    assert ended.exit_code == 0, ended.output
+    assert [number for number, *_ in told(tmp_path, "saved")] == [1] * 8
+
+
+def test_first_and_last_are_waited_for(tmp_path: Path) -> None:
+    """The first autosave is there at the first batch, the finished one when fit returns; then no thread is left."""
+
+    def main() -> None:
+        fit_net([protected(async_save=True), Disk(0.05), Times(tmp_path)], tmp_path, max_epochs=1)
+        assert not [thread for thread in threading.enumerate() if thread.name == "autosave"]
+        newest = load_file(autosaves(tmp_path)[-1])
+        tell(tmp_path, "last", newest["lightning_faulttolerant"]["position"]["where"])
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "saved")[0][0] == 1
+    assert told(tmp_path, "last") == ["finished"]
+
+
+def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> None:
+    """A file that was written long after its boundary is the same as one that was written at it."""
+
+    class Slow(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes = [0]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.notes.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["notes"] = self.notes
+
+    def main(name: str, **options: Any) -> None:
+        callbacks = [protected(dirpath=tmp_path / name, keep_last=9, **options), Disk(0.03)]
+        fit_net([*callbacks, KillAt(7)], tmp_path / name, module=Slow(), max_epochs=1)
+
+    run(lambda: main("behind", async_save=True))
+    run(lambda: main("at once"))
+    found, expected = (
+        {path.name: load_file(path) for path in autosaves(tmp_path / name)} for name in ("behind", "at once")
+    )
+    assert len(found) >= 6
+    for name, checkpoint in found.items():
+        for part in ("state_dict", "optimizer_states", "notes", "global_step", "lr_schedulers"):
+            assert str(checkpoint[part]) == str(expected[name][part])
+        for key, weight in checkpoint["state_dict"].items():
+            assert torch.equal(weight, expected[name]["state_dict"][key])

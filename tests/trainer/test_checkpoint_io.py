@@ -1,0 +1,340 @@
+"""`AtomicCheckpointIO` under a Trainer, with the callback, without it, and by itself."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, FaultTolerance, UnsafeCheckpointError
+from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
+from lightning_faulttolerant.trainer.files import compat
+from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+
+CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
+
+
+def damage(path: Path) -> None:
+    """Flip bits in the middle of a file's tensors, of which torch.load would not notice anything."""
+    content = bytearray(path.read_bytes())
+    at = content.index(bytes(CHECKPOINT["state_dict"]["weight"].numpy()))
+    content[at + 6] ^= 64
+    path.write_bytes(content)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    """Missing parents are made, the file verifies, and plain torch reads it, too."""
+    path = tmp_path / "a/b/c.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    verify_file(path)
+    for loaded in (AtomicCheckpointIO().load_checkpoint(path), torch.load(path, weights_only=True)):
+        assert loaded["epoch"] == 1
+        assert torch.equal(loaded["state_dict"]["weight"], CHECKPOINT["state_dict"]["weight"])
+
+
+@pytest.mark.parametrize("path", ["plain.ckpt", "file://{directory}/url.ckpt", "~/home.ckpt"])
+def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative to the directory, as a file URL, in the home directory: both write and find the same file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = path.format(directory=tmp_path)
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    assert TorchCheckpointIO().load_checkpoint(path)["epoch"] == 1
+    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 1
+    [file] = tmp_path.iterdir()
+    assert file.suffix == ".ckpt"
+    AtomicCheckpointIO().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+    AtomicCheckpointIO().remove_checkpoint(path)
+
+
+def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the disk is raised, never swallowed; the file from before is there, and nothing else."""
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+
+    def fails(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "epoch": 2}, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 1
+
+
+def test_damaged_file_is_never_loaded(tmp_path: Path) -> None:
+    """A flipped bit that Lightning's own takes for a weight is an error, whatever is said of unpickling."""
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    damage(path)
+    assert TorchCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].tolist() != [0, 1, 2]
+    for weights_only in (None, True, False):
+        with pytest.raises(DamagedCheckpointError, match=r"a\.ckpt is damaged"):
+            AtomicCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DamagedCheckpointError):
+        AtomicCheckpointIO(weights_only=False).load_checkpoint(path)
+
+
+def test_missing_file_is_the_error_that_it_is_in_lightning(tmp_path: Path) -> None:
+    """Type and message are those of Lightning's own."""
+    messages = []
+    for plugin in (TorchCheckpointIO(), AtomicCheckpointIO()):
+        with pytest.raises(FileNotFoundError) as caught:
+            plugin.load_checkpoint(tmp_path / "none.ckpt")
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+class RunsCode:
+    """Its pickle makes a directory when it is loaded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.directory),)
+
+
+def test_code_in_a_file_runs_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    """Nothing is run by default; the error says how to load it all the same, and so it goes."""
+    path, made = tmp_path / "a.ckpt", tmp_path / "made"
+    AtomicCheckpointIO().save_checkpoint({**CHECKPOINT, "code": RunsCode(made)}, path)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert "Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])" in str(caught.value)
+    assert ("fit(..., weights_only=False)" in str(caught.value)) == compat.HAS_WEIGHTS_ONLY
+    with pytest.raises(UnsafeCheckpointError):
+        AtomicCheckpointIO(weights_only=False).load_checkpoint(path, weights_only=True)
+    assert not made.exists()
+    AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
+    made.rmdir()
+    AtomicCheckpointIO(weights_only=False).load_checkpoint(path)
+    assert made.exists()
+
+
+def test_map_location_is_torchs(tmp_path: Path) -> None:
+    """By default tensors come back to main memory; what the caller says holds."""
+    path = tmp_path / "a.ckpt"
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, path)
+    assert AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"].device.type == "cpu"
+    loaded = AtomicCheckpointIO().load_checkpoint(path, map_location="meta")
+    assert loaded["state_dict"]["weight"].device.type == "meta"
+
+
+def test_directory_is_lightnings_affair(tmp_path: Path) -> None:
+    """A sharded checkpoint gives what it gives without us, and is removed whole."""
+    (tmp_path / "sharded").mkdir()
+    (tmp_path / "sharded/.metadata").touch()
+    kinds = []
+    for plugin in (TorchCheckpointIO(), AtomicCheckpointIO()):
+        with pytest.raises(OSError, match="directory") as caught:
+            plugin.load_checkpoint(tmp_path / "sharded")
+        kinds.append(caught.type)
+    assert kinds[0] is kinds[1]
+    AtomicCheckpointIO().remove_checkpoint(tmp_path / "sharded")
+    assert not list(tmp_path.iterdir())
+
+
+def test_storage_options_are_refused(tmp_path: Path) -> None:
+    """As Lightning's own does."""
+    with pytest.raises(TypeError, match="storage_options"):
+        AtomicCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt", storage_options={"a": 1})
+
+
+def test_url_of_another_file_system() -> None:
+    """A URL is saved to, loaded, verified and removed like a path."""
+    url = "memory://of_checkpoint_io/a.ckpt"
+    plugin = AtomicCheckpointIO()
+    plugin.save_checkpoint(CHECKPOINT, url)
+    assert plugin.load_checkpoint(url)["epoch"] == 1
+    plugin.remove_checkpoint(url)
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: memory://"):
+        plugin.load_checkpoint(url)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves a directory without a word."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """The address of a web server for `tmp_path`."""
+    handler = functools.partial(Handler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+
+
+def test_checkpoint_of_a_web_server(server: str, tmp_path: Path) -> None:
+    """It is loaded and verified; unlike Lightning, which runs what is in it, with weights_only=True."""
+    plugin = AtomicCheckpointIO()
+    plugin.save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(f"{server}/a.ckpt")["epoch"] == 1
+    damage(tmp_path / "a.ckpt")
+    with pytest.raises(DamagedCheckpointError):
+        plugin.load_checkpoint(f"{server}/a.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: http://.*/none\.ckpt"):
+        plugin.load_checkpoint(f"{server}/none.ckpt")
+    plugin.save_checkpoint({"code": RunsCode(tmp_path / "made")}, tmp_path / "b.ckpt")
+    with pytest.raises(UnsafeCheckpointError):
+        plugin.load_checkpoint(f"{server}/b.ckpt")
+    assert not (tmp_path / "made").exists()
+
+
+# Under a Trainer.
+
+
+def weights(trainer: Trainer) -> list[Any]:
+    """Return the final weights."""
+    return [parameter.tolist() for parameter in trainer.lightning_module.parameters()]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
+    """As a plugin, by itself or in AsyncCheckpointIO, it writes the files and reads the one that fit goes on from."""
+
+    def plugin() -> Any:
+        return AsyncCheckpointIO(AtomicCheckpointIO()) if wrapped else AtomicCheckpointIO()
+
+    def saver() -> Any:
+        return ModelCheckpoint(tmp_path / "files", save_last=True)
+
+    fit_net([saver()], tmp_path, plugins=[plugin()], enable_checkpointing=True, max_epochs=1)
+    paths = sorted((tmp_path / "files").iterdir())
+    assert [path.name for path in paths] == ["epoch=0-step=8.ckpt", "last.ckpt"]
+    for path in paths:
+        verify_file(path)
+    callbacks = [saver()]
+    trainer = fit_net(callbacks, tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
+    assert trainer.global_step == 16
+
+
+def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
+    """ModelCheckpoint's files are written by it within fit; behind fit the strategy has Lightning's own again."""
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.strategy.checkpoint_io)
+
+    saver = ModelCheckpoint(tmp_path / "files", save_last=True)
+    callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
+    trainer = fit_net(callbacks, tmp_path, module=Looks(), enable_checkpointing=True)
+    assert [type(plugin) for plugin in seen] == [AtomicCheckpointIO]
+    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+    for path in (tmp_path / "files").iterdir():
+        verify_file(path)
+
+
+class Own(TorchCheckpointIO):
+    """What a user has made of Lightning's own."""
+
+
+@pytest.mark.parametrize("make", [Own, AsyncCheckpointIO, lambda: AtomicCheckpointIO(weights_only=False)])
+def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None:
+    """Only the very default is replaced: a subclass, a wrapper and one of ours that was given stay."""
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.strategy.checkpoint_io)
+
+    plugin = make()
+    trainer = fit_net([FaultTolerance(tmp_path)], tmp_path, module=Looks(), plugins=[plugin], max_epochs=1)
+    assert seen == [plugin]
+    assert trainer.strategy.checkpoint_io is plugin
+
+
+def test_it_is_put_back_behind_a_fit_that_fails(tmp_path: Path) -> None:
+    """An exception leaves nothing of ours on the strategy either."""
+
+    class Fails(Net):
+        def on_train_start(self) -> None:
+            raise ZeroDivisionError
+
+    trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path)
+    loader = DataLoader(NoisyDataset(), batch_size=4)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(), loader, loader)
+    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+
+
+class Configured(Net):
+    """Has a hyperparameter that is no plain value."""
+
+    def __init__(self, space: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def file_of_before(directory: Path) -> Path:
+    """Return a checkpoint of a run without us whose hyperparameters hold a Namespace."""
+    trainer = fit_net([], directory, module=Configured(argparse.Namespace(a=1)), max_epochs=1)
+    trainer.save_checkpoint(directory / "before.ckpt")
+    return directory / "before.ckpt"
+
+
+def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
+    """What Lightning 2.5 unpickled without a word is refused with the remedy, and loaded by it."""
+    path = file_of_before(tmp_path)
+    with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
+        fit_net([FaultTolerance(tmp_path / "a")], tmp_path, module=Configured(), ckpt_path=path)
+    plugins = [AtomicCheckpointIO(weights_only=False)]
+    trainer = fit_net([FaultTolerance(tmp_path / "b")], tmp_path, module=Configured(), ckpt_path=path, plugins=plugins)
+    assert trainer.global_step == 16
+
+
+def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """`fit(weights_only=False)` is in so many words; before Lightning 2.6 there are none."""
+    path = file_of_before(tmp_path)
+    trainer = make_trainer([FaultTolerance(tmp_path / "a")], tmp_path)
+    loader = DataLoader(NoisyDataset(), batch_size=4)
+    refused = nullcontext() if compat.HAS_WEIGHTS_ONLY else pytest.raises(UnsafeCheckpointError)
+    with refused:
+        trainer.fit(Configured(), loader, loader, ckpt_path=path, **compat.weights_only_argument(False))
+    assert trainer.global_step == (16 if compat.HAS_WEIGHTS_ONLY else 0)
+
+
+def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
+    """A fit with the callback does not go on from weights that nobody has trained."""
+    fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    content = bytearray((tmp_path / "a.ckpt").read_bytes())
+    weight = load_file(tmp_path / "a.ckpt")["state_dict"]["layers.0.weight"]
+    content[content.index(bytes(weight.numpy())) + 3] ^= 8
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError):
+        fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")
+
+
+def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
+    """`test(ckpt_path="best")` behind fit works as without us."""
+    saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss")
+
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("tested", self.layers(batch).mean())
+
+    callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
+    trainer = fit_net(callbacks, tmp_path, module=Tested(), enable_checkpointing=True, max_epochs=1)
+    [results] = trainer.test(ckpt_path="best", dataloaders=DataLoader(NoisyDataset(4)))
+    assert "tested" in results
