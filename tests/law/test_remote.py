@@ -6,20 +6,23 @@ import signal
 from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.runs import fit_net
+from tests.runs import NoisyDataset, each_num_workers, fit_net
 
 
-def test_killed_run_goes_on_from_s3(s3: str) -> None:
+@each_num_workers
+def test_killed_run_goes_on_from_s3(s3: str, num_workers: int) -> None:
     """A run below a URL, killed in its first epoch and again in its second, does what the uninterrupted one does."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(callbacks, f"{s3}/{directory.name}")
+        train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True, num_workers=num_workers)
+        return fit_net(callbacks, f"{s3}/{directory.name}", train=train)  # type: ignore[arg-type]
 
-    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(9)], options={"every_n_train_steps": 1})
+    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(2)], options={"every_n_train_steps": 1})
     assert [(cost.exit_code, cost.epoch, cost.batch) for cost in costs] == [
         (-signal.SIGKILL, 0, 3),
-        (-signal.SIGKILL, 1, 4),
+        (-signal.SIGKILL, 1, 1),
     ]
