@@ -233,7 +233,7 @@ def verify_directory_if_any(directory: str | os.PathLike[str], *, contents: bool
         )
     try:
         extra_files = _extra_files(directory, manifest)
-    except OSError as error:  # a directory in it has just been deleted
+    except (FileNotFoundError, NotADirectoryError) as error:  # it has just been deleted
         raise DamagedCheckpointError(describe_damage(directory, _damage_of(error))) from error
     return Verification(
         path=os.fspath(directory),

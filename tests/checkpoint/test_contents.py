@@ -18,6 +18,7 @@ from lightning_faulttolerant.checkpoint.contents import verify_directory, write_
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest, save_manifest
 from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError
+from lightning_faulttolerant.testing import FaultyFiles, fail_with
 
 CONTENTS = {"a.bin": b"0123456789", "shards/0.bin": b"\x00" * 100, "shards/deep/ü 1.bin": b"", ".hidden": b"h"}
 
@@ -272,6 +273,12 @@ def test_read_error_is_damage_and_a_missing_permission_is_none(directory, monkey
 
     monkeypatch.setattr(contents, "open_file", fail)
     with pytest.raises(DamagedCheckpointError if is_damage else PermissionError, match=os.strerror(number)):
+        verify_directory(directory)
+
+
+def test_directory_that_can_not_be_listed_is_no_damage(directory):
+    """All files were right: an error in the look for extra ones must be raised, it condemns no checkpoint."""
+    with FaultyFiles(directory, fail_with(errno.EIO), kind="list"), pytest.raises(OSError, match="Input/output error"):
         verify_directory(directory)
 
 
