@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -139,12 +140,12 @@ def test_loading_refuses_what_is_detected(sound, tmp_path):
     path.write_bytes(sound)
     assert load_file(path)["epoch"] == 3
     num_refused = 0
-    for _, data in _flipped(sound[:-1], [0x10]):
-        path.write_bytes(data + sound[-1:])
+    for _, data in itertools.islice(_flipped(sound, [0x10]), 0, None, 4):
+        path.write_bytes(data)
         try:
             load_file(path)
         except DamagedCheckpointError:
             num_refused += 1
         else:
             assert _is_as_saved(path.read_bytes())
-    assert num_refused > len(sound) / 2
+    assert num_refused > len(sound) / 8

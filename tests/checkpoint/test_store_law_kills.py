@@ -98,13 +98,13 @@ def _save_for_ever(writer: Writer, directory: Path, number: int, returned: int) 
 def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
     draw = random.SystemRandom()
     number, num_saves = 0, 0
-    for _ in range(num_kills):
+    for kill in range(num_kills):
         reader, returned = os.pipe()
         process = FORK.Process(target=_save_for_ever, args=(writer, directory, number, returned))
         process.start()
         os.close(returned)
         with open(reader, "rb", buffering=0) as answers:
-            num_returned = len(answers.read(1)) if draw.random() < 0.5 else 0
+            num_returned = len(answers.read(1)) if kill % 2 else 0
             time.sleep(draw.uniform(0, writer.seconds))
             process.kill()
             process.join()
@@ -112,7 +112,7 @@ def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
         found = writer.number(directory)
         assert found in (number + num_returned, number + num_returned + 1)
         number, num_saves = found, num_saves + num_returned
-    assert num_saves > num_kills / 10, "hardly a kill came after a save: the test has seen nothing"
+    assert num_saves >= num_kills / 2, "hardly a kill came after a save: the test has seen nothing"
     writer.save(directory, number + 1)
     assert writer.number(directory) == number + 1
     assert not writer.removes_leftovers or leftovers(directory) == []
@@ -121,7 +121,7 @@ def _kill_at_random(writer: Writer, directory: Path, *, num_kills: int) -> None:
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_random_instants(writer, directory):
     """At any instant there must be the save that returned last, or the one in flight."""
-    _kill_at_random(writer, directory, num_kills=20)
+    _kill_at_random(writer, directory, num_kills=10)
 
 
 @pytest.mark.parametrize("directory", ["other"], indirect=True)
