@@ -60,6 +60,8 @@ class AutosaveSeries:
     keep_last: int = field(default=2, kw_only=True)
     check: Callable[[], None] = field(default=_is_still_ours, kw_only=True)
     store: Store = field(init=False, repr=False, compare=False)
+    _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
+    """Those that verified in this process."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -96,12 +98,8 @@ class AutosaveSeries:
         if not is_url(path):
             self._verify(name, global_step)
         _logger.debug("Saved step %d to %s", global_step, path)
-        too_many = [*_autosaves(listing), name][: -self.keep_last]
-        if too_many:
-            self.check()
-        for old in too_many:
-            with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
-                self.store.delete(old)
+        self._sound.add(name)
+        self._prune([*_autosaves(listing), name])
         return path
 
     def newest(self) -> str | None:
@@ -188,12 +186,38 @@ class AutosaveSeries:
                 " Earlier autosaves were kept. Check the disk, or save to another one."
             ) from error
 
+    def _prune(self, names: list[str]) -> None:
+        if len(names) <= self.keep_last:
+            return
+        self.check()
+        num_kept = 0
+        for name in reversed(names):
+            if num_kept < self.keep_last:
+                num_kept += self._is_sound(name)
+            else:
+                self._sound.discard(name)
+                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                    self.store.delete(name)
+
+    def _is_sound(self, name: str) -> bool:
+        # Each was verified when it was written, but those of earlier processes may have gone bad since, or been cut.
+        if name not in self._sound:
+            try:
+                verify_file(self.store.path(name))
+            except DamagedCheckpointError as damage:
+                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                    _logger.warning("%s It was set aside as %s.", damage, self._set_damaged_aside(name))
+                return False
+            self._sound.add(name)
+        return True
+
     def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
         damages: dict[str, DamagedCheckpointError] = {}
         found = None
         for name in reversed(_autosaves(self.store.listing())):
             try:
                 found = self.store.path(name), read(self.store.path(name))
+                self._sound.add(name)
                 break
             except DamagedCheckpointError as error:
                 damages[name] = error

@@ -85,6 +85,21 @@ def test_save_names_the_file_by_sequence_epoch_and_batch(autosaves):
     assert _newest(autosaves) == path
 
 
+def test_keep_last_counts_those_that_verify(tmp_path):
+    """An autosave of an earlier process that has gone bad must not count: the sound one before it stays."""
+    saved = [_save(AutosaveSeries(tmp_path, keep_last=3), number) for number in range(3)]
+    _damage(saved[1])
+    autosaves = AutosaveSeries(tmp_path, keep_last=3)
+    newest = _save(autosaves, 3)
+    later = _save(autosaves, 4)
+    assert _paths(autosaves) == [saved[2], newest, later]
+    assert saved[1].with_name(f"{saved[1].name}.damaged").exists()
+    autosaves = AutosaveSeries(tmp_path, keep_last=2)
+    _damage(later)
+    last = _save(autosaves, 5)
+    assert _paths(autosaves) == [newest, last]
+
+
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
 def test_save_keeps_the_newest(tmp_path, keep_last):
     """After each save the newest keep_last files must be there, in order, and be the last ones saved."""
