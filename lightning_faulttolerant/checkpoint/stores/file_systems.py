@@ -83,14 +83,20 @@ def remote_errors(url: str) -> Iterator[None]:
     except FaultToleranceError:
         raise
     except Exception as error:  # each client has errors of its own, and few of them are OSErrors
-        raise _as_os_error(error, url) from error
+        raised = _as_os_error(error, url)
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
+    if isinstance(error, OSError) and error.filename == url:  # it was made here, for a block around this one
+        return error
     text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno and not str(error) else str(error)
     for kind, number in _ERRNOS.items():
         if isinstance(error, kind):
-            return kind(number, text or os.strerror(number), url)
+            is_path = text.strip("/") in url  # some clients say no more
+            return kind(number, os.strerror(number) if is_path else text, url)
     if isinstance(error, OSError) and error.errno not in (None, errno.EIO):
         return OSError(error.errno, error.strerror or text, url)
     return OSError(_REMOTE_ERRNO, f"{type(error).__name__}: {text}", url)
