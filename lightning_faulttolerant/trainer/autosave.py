@@ -104,7 +104,7 @@ class Autosaver:
         if error is not None:
             raise error
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
-        self._prepare(checkpoint)
+        self._run_state.files.flush()
         staged = self._staging.copy(checkpoint)
         self._has_failed = False
         self._writer.start(partial(self._write_behind, staged, position))
@@ -179,7 +179,7 @@ class Autosaver:
 
     def _save(self, checkpoint: dict[str, Any], position: Position, began: float) -> None:
         is_first = self._last_step is None
-        self._prepare(checkpoint)
+        self._run_state.files.flush()
         path = self._write(checkpoint, position)
         if is_first:
             load_file(path)
@@ -188,12 +188,9 @@ class Autosaver:
         if is_first and self._options.async_save:  # the first copy is not to pay for new memory
             self._writer.start(self._staging.reserve(checkpoint))
 
-    def _prepare(self, checkpoint: Mapping[str, Any]) -> None:
+    def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
-        self._run_state.files.flush()
-
-    def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
         return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
 

@@ -15,7 +15,7 @@ from tests.law.test_which_run import tell, told
 from tests.processes import run
 from tests.runs import Net, NoisyDataset, fit_net
 
-SHARE = 0.2
+SHARE = 0.3
 NUM_SAVES = 5
 _fsync = os.fsync
 
@@ -56,7 +56,7 @@ def slow_fsync(descriptor: int) -> None:
 
 
 def saves_of_a_fit(directory: Path, *, async_save: bool) -> list[tuple[float, float]]:
-    """Fit until enough was saved on a slow disk; return when training waited for a save, but the first, and how long."""
+    """Fit until enough was saved on a slow disk; return when training waited for a save, and how long."""
 
     def main() -> None:
         os.fsync = slow_fsync
