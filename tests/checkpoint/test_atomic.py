@@ -194,7 +194,7 @@ def test_checksums_are_written_where_the_user_switched_them_off(tmp_path):
         assert torch.serialization.get_crc32_options() is False
     finally:
         torch.serialization.set_crc32_options(True)
-    verify_file(tmp_path / "a.ckpt")
+    assert verify_file(tmp_path / "a.ckpt").has_checksums
 
 
 def test_nothing_is_drawn_from_global_generators(tmp_path):
