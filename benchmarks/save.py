@@ -33,7 +33,7 @@ from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.autosave import KEY, Autosaver
+from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.position import BOUNDARY, position_of
 
 # Of the state; three times that of the weights, since Adam keeps two numbers for each.
@@ -86,11 +86,10 @@ class Rounds(Callback):
         session = self.callback._session
         assert session is not None
         assert session.autosaver is not None
-        checkpoint = compat.dump_checkpoint(trainer)
-        del checkpoint[KEY]
+        dump = partial(_lightnings, session.autosaver, trainer)
         session.autosaver.settle()
         saves = {
-            **of_plugins(checkpoint, self.directory),
+            **of_plugins(dump, self.directory),
             "autosave": partial(_autosave, session.autosaver, trainer),
             "autosave, async_save": partial(_autosave_behind, session.autosaver, trainer),
         }
@@ -102,20 +101,29 @@ class Rounds(Callback):
                     self.seconds[name].append(stall)
                     self.on_disk[name].append(whole)
         self.num_bytes = (self.directory / f"{LIGHTNINGS}.ckpt").stat().st_size
-        self.peaks = {name: peak_of(name, checkpoint, self.directory) for name in VARIANTS}
+        self.peaks = {name: peak_of(name, dump(), self.directory) for name in VARIANTS}
         trainer.should_stop = True
 
 
-def of_plugins(checkpoint: dict[str, Any], directory: Path) -> dict[str, Save]:
-    """Return how a checkpoint is saved by each `CheckpointIO`; Lightning's asynchronous one has its own thread."""
+def _lightnings(autosaver: Autosaver, trainer: Trainer) -> dict[str, Any]:
+    """Return what Lightning saves where our callback isn't there."""
+    autosaver.is_dumping = True
+    try:
+        return compat.dump_checkpoint(trainer)
+    finally:
+        autosaver.is_dumping = False
+
+
+def of_plugins(dump: Callable[[], dict[str, Any]], directory: Path) -> dict[str, Save]:
+    """Return how `trainer.save_checkpoint` saves by each `CheckpointIO`; Lightning's asynchronous one has a thread."""
 
     def at_once(plugin: Any) -> Callable[[], object]:
-        plugin.save_checkpoint(checkpoint, directory / f"{type(plugin).__name__}.ckpt")
+        plugin.save_checkpoint(dump(), directory / f"{type(plugin).__name__}.ckpt")
         return lambda: None
 
     def behind() -> Callable[[], object]:
         plugin = AsyncCheckpointIO(TorchCheckpointIO())
-        plugin.save_checkpoint(checkpoint, directory / "AsyncCheckpointIO.ckpt")
+        plugin.save_checkpoint(dump(), directory / "AsyncCheckpointIO.ckpt")
         return plugin.teardown
 
     return {
@@ -172,7 +180,7 @@ def _save_once(name: str, checkpoint: dict[str, Any], directory: Path) -> None:
         writer.start(partial(series.save, copy, **_FILE))
         writer.wait()
     else:
-        of_plugins(checkpoint, directory)[name]()()
+        of_plugins(lambda: checkpoint, directory)[name]()()
 
 
 def _grown_by(save: Callable[[], object]) -> int:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import final
+
+_LETS_GO_ON_SECONDS = 0.001
 
 
 class _Job:
@@ -72,6 +75,8 @@ class BackgroundWriter:
         return error
 
     def _run(self, this: _Job, job: Callable[[], object]) -> None:
+        # Else this thread keeps the interpreter for up to 5 ms while the one that has started it waits to go on.
+        time.sleep(_LETS_GO_ON_SECONDS)
         try:
             job()
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it
