@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import stat
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -62,6 +63,35 @@ def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterat
         raise
     if fsync:
         fsync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def flushed_meanwhile(file: IO[bytes]) -> Iterator[None]:
+    """Let the disk take what was written while the block runs, and wait for it at the end.
+
+    Args:
+        file: Open for writing.
+
+    Raises:
+        OSError: If the disk reports an error.
+    """
+    file.flush()
+    errors: list[BaseException] = []
+
+    def flush() -> None:
+        try:
+            os.fsync(file.fileno())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            errors.append(error)
+
+    thread = threading.Thread(target=flush, name="flush")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _replace(temporary: Path, target: Path, written: os.stat_result) -> None:

@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, final
+from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import leftovers
+from lightning_faulttolerant.checkpoint.atomic_file import flushed_meanwhile, leftovers
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
@@ -95,8 +95,13 @@ class AutosaveSeries:
         with self.store.writer(name) as file:
             save_to_file(checkpoint, file)
             self.check()
-        if not is_url(path):
-            self._verify(name, global_step)
+            damage = None if is_url(path) else _read_back(file)
+        if damage is not None:
+            aside = self._set_damaged_aside(name)
+            raise DamagedCheckpointError(
+                f"The autosave of step {global_step} does not read back as it was written: {damage} It is now {aside}."
+                " Earlier autosaves were kept. Check the disk, or save to another one."
+            ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
         self._sound.add(name)
         self._prune([*_autosaves(listing), name])
@@ -176,16 +181,6 @@ class AutosaveSeries:
         for store in (*self._superseded(listing), self.store):
             store.remove_if_empty()
 
-    def _verify(self, name: str, global_step: int) -> None:
-        try:
-            verify_file(self.store.path(name))
-        except DamagedCheckpointError as error:
-            damaged = self._set_damaged_aside(name)
-            raise DamagedCheckpointError(
-                f"The autosave of step {global_step} does not read back as it was written: {error} It is now {damaged}."
-                " Earlier autosaves were kept. Check the disk, or save to another one."
-            ) from error
-
     def _prune(self, names: list[str]) -> None:
         if len(names) <= self.keep_last:
             return
@@ -256,6 +251,16 @@ class AutosaveSeries:
                 _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
+
+
+def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
+    # What is read comes from memory, whether the disk has it already or not: the two need not wait for one another.
+    with flushed_meanwhile(file):
+        try:
+            verify_file(file.name)
+        except DamagedCheckpointError as damage:
+            return damage
+    return None
 
 
 def _autosaves(listing: Listing, *, damaged: bool = False) -> list[str]:

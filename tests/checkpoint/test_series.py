@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -127,25 +128,40 @@ def test_nothing_is_deleted_before_the_new_file_verifies(autosaves, monkeypatch)
     seen = []
     monkeypatch.setattr(series, "verify_file", lambda path: (seen.append(_paths(autosaves)), verify_file(path)))
     second = _save(autosaves, 1)
-    assert seen == [[first, second]]
+    assert seen == [[first]]
     assert _paths(autosaves) == [second]
 
 
 def test_file_that_does_not_read_back_is_set_aside_and_raised(autosaves, monkeypatch):
     """A disk that loses bytes must be reported with the step at the save itself, and the autosaves before it kept."""
     kept = [_save(autosaves, 0), _save(autosaves, 1)]
-    real = os.replace
+    real = series.save_to_file
 
-    def replace_badly(source: str, target: Path) -> None:
-        real(source, target)
-        if target.suffix == ".ckpt":
-            _damage(target)
+    def save_badly(checkpoint: object, file: IO[bytes]) -> None:
+        real(checkpoint, file)
+        file.flush()
+        _damage(Path(file.name))
 
-    monkeypatch.setattr(os, "replace", replace_badly)
+    monkeypatch.setattr(series, "save_to_file", save_badly)
     with pytest.raises(DamagedCheckpointError, match=r"autosave of step 2 does not read back.*\.damaged"):
         _save(autosaves, 2)
     assert _paths(autosaves) == kept
     assert _newest(autosaves) == kept[-1]
+
+
+def test_failing_fsync_is_raised_although_the_file_reads_back(autosaves, monkeypatch):
+    """What a disk has refused to keep must not count as saved because memory still has it."""
+    kept = [_save(autosaves, 0), _save(autosaves, 1)]
+    real = os.fsync
+
+    def refuse_once(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        _save(autosaves, 2)
+    assert sorted(autosaves.directory.iterdir()) == kept
 
 
 def test_failing_write_keeps_what_is_there(autosaves, monkeypatch):
