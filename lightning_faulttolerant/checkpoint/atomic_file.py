@@ -19,7 +19,9 @@ from typing import IO
 
 _logger = logging.getLogger(__name__)
 
-_TEMPORARY_NAME = re.compile(r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}")
+_TEMPORARY_NAME = re.compile(
+    r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
+)
 # What tells this process from an earlier one with the same id, by process id: a fork has one of its own.
 _tokens: dict[int, str] = {}
 
@@ -176,6 +178,18 @@ def is_alive(process_id: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def this_machine() -> str:
+    """Return what two processes have in common of which each can tell whether the other is alive, as far as is known.
+
+    Containers may share a host name (``--network=host``), and process ids mean nothing from one to another.
+    """
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{booted} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
 
 
 def _token() -> str:

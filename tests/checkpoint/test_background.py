@@ -58,9 +58,10 @@ def test_thread_that_can_not_be_started_is_raised_and_not_waited_for(monkeypatch
         raise RuntimeError("can't start new thread")
 
     writer = BackgroundWriter("autosave")
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        writer.start(lambda: None)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            writer.start(lambda: None)
     assert not writer.is_busy
     done = []
     writer.start(lambda: done.append(1))
