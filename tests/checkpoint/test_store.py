@@ -82,6 +82,20 @@ def test_store_lists_renames_and_deletes(any_url: str) -> None:
     assert store.names() == []
 
 
+def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
+    """Brackets, stars and spaces in names, as metrics have them, mean nothing to a store."""
+    store = open_store(f"{any_url}/val[1]*")
+    for content in (b"old", b"new"):
+        write(store.url, "loss[a] *.ckpt", content)
+    assert (store.names(), read(store.path("loss[a] *.ckpt"))) == (["loss[a] *.ckpt"], b"new")
+    store.rename("loss[a] *.ckpt", "folder[1]/b*")
+    assert (store.listing().files, store.folder("folder[1]").names()) == ([], ["b*"])
+    with local_copy(store.path("folder[1]/b*")) as file:
+        assert file.read() == b"new"
+    store.folder("folder[1]").delete("b*")
+    assert store.folder("folder[1]").names() == []
+
+
 def test_directory_with_files_is_not_removed(any_url: str) -> None:
     """Removing a directory if it is empty must keep one that is not, and not mind one that is missing."""
     write(any_url, "a", b"1")

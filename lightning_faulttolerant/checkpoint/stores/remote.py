@@ -16,7 +16,7 @@ from typing import IO, Any, cast, final
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_faulttolerant.checkpoint.stores.file_systems import file_system, is_gcs, is_s3, remote_errors
+from lightning_faulttolerant.checkpoint.stores.file_systems import file_system, is_gcs, is_s3, move, remote_errors
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 from lightning_faulttolerant.checkpoint.stores.uploads import Sender, begin_upload, check_arrived
 from lightning_faulttolerant.errors import DamagedCheckpointError
@@ -109,12 +109,9 @@ class RemoteStore:
         """Move a file; object stores copy it, and then delete the first."""
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
-            if is_s3(fs) or is_gcs(fs):  # their mv passes over files that can't be deleted
-                fs.cp_file(path, new_path)
-                fs.rm_file(path)
-                return
-            fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
-            fs.mv(path, new_path)
+            if not (is_s3(fs) or is_gcs(fs)):
+                fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
+            move(fs, path, new_path)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
