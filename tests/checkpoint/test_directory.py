@@ -165,6 +165,19 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, c
     assert Path(save(restarted, 2)).name == "AtomicDirectory_checkpoint_2"
 
 
+def test_checkpoint_that_has_lost_its_manifest_is_not_preferred_to_one_that_verifies(tmp_path, caplog):
+    """A copy that brought the link and only a part of the newest directory must not be resumed from unverified."""
+    saver = AtomicDirectory(tmp_path)
+    for number in range(3):
+        newest = save(saver, number)
+    Path(newest, MANIFEST_NAME).unlink()
+    restarted = AtomicDirectory(tmp_path)
+    assert recipe(str(tmp_path), restarted) == content_of(restarted.latest()) == "1"
+    assert "checkpoint_2 has no manifest, so it can't be verified. Taken: " in caplog.text
+    assert Path(save(restarted, 3)).name == "AtomicDirectory_checkpoint_3"
+    assert Path(f"{newest}.uncommitted").is_dir()
+
+
 def test_contents_are_not_read_where_that_is_switched_off(tmp_path):
     """verify=False must still find a file that is missing or cut, and not read the rest."""
     saver = AtomicDirectory(tmp_path)
