@@ -12,13 +12,15 @@ import zipfile
 import zlib
 from typing import IO
 
-_CHUNK_BYTES = 1024 * 1024
+from lightning_faulttolerant.checkpoint.chunks import read_chunks
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL_ENTRY_BYTES = 46
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _END64_LOCATOR = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
+
+_TOO_SHORT = "it ends too early"
 
 _DESCRIPTOR_FLAG = 0x0008
 _UTF8_FLAG = 0x0800
@@ -31,7 +33,7 @@ _LEGACY_MAGIC_WITHIN_BYTES = 32
 
 
 def find_damage(file: IO[bytes]) -> str | None:
-    """Read a whole ``torch.save`` file, in chunks of 1 MiB, and say what is wrong with it.
+    """Read a whole ``torch.save`` file, in chunks of 8 MiB, and say what is wrong with it.
 
     Of a zip file that was written without checksums (``has_checksums``) all is compared but the contents.
 
@@ -157,10 +159,10 @@ def _dos_time(record: zipfile.ZipInfo) -> tuple[int, int]:
 
 def _check_content(file: IO[bytes], record: zipfile.ZipInfo, *, checksum: bool) -> None:
     crc, num_left = 0, record.file_size
-    while num_left:
-        chunk = _read(file, min(num_left, _CHUNK_BYTES))
+    for chunk in read_chunks(file, num_left):
         crc = zlib.crc32(chunk, crc)
         num_left -= len(chunk)
+    _demand(not num_left, _TOO_SHORT)
     _demand(
         crc == record.CRC or not checksum,
         f"record {record.filename} has CRC32 {crc:08x}, it was written with {record.CRC:08x}",
@@ -225,5 +227,5 @@ def _capped(counts: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 def _read(file: IO[bytes], num_bytes: int) -> bytes:
     data = file.read(num_bytes)
-    _demand(len(data) == num_bytes, "it ends too early")
+    _demand(len(data) == num_bytes, _TOO_SHORT)
     return data

@@ -20,7 +20,11 @@ from typing import IO
 
 _logger = logging.getLogger(__name__)
 
-_TEMPORARY_NAME = re.compile(r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-[0-9a-f]{16}")
+_TEMPORARY_NAME = re.compile(
+    r"\.(?P<target>.+)\.tmp-(?P<hostname>.*)-(?P<process_id>\d{1,9})-(?P<token>[0-9a-f]{8})[0-9a-f]{8}"
+)
+# What tells this process from an earlier one with the same id, by process id: a fork has one of its own.
+_tokens: dict[int, str] = {}
 
 # A file name may have 255 bytes. The temporary name adds up to 64 of the host's name and about 35 of its own.
 _MAX_TARGET_NAME_BYTES = 120
@@ -179,7 +183,7 @@ def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tu
         if found is None:
             continue
         same_host = found["hostname"] == _hostname()
-        if (same_host and not is_alive(int(found["process_id"]))) or (not same_host and other_hosts):
+        if _is_dead(int(found["process_id"]), found["token"]) if same_host else other_hosts:
             yield name, found["target"]
 
 
@@ -190,7 +194,7 @@ def temporary_name(name: str) -> str:
         name: The later name, cut if it is very long.
     """
     short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
-    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+    return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
 
 
 def is_alive(process_id: int) -> bool:
@@ -204,6 +208,28 @@ def is_alive(process_id: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def this_machine() -> str:
+    """Return what two processes have in common of which each can tell whether the other is alive, as far as is known.
+
+    Containers may share a host name (``--network=host``), and process ids mean nothing from one to another.
+    """
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{booted} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+def _token() -> str:
+    return _tokens.setdefault(os.getpid(), secrets.token_hex(4))
+
+
+def _is_dead(process_id: int, token: str) -> bool:
+    if process_id == os.getpid():  # in a container each start may have the same id
+        return token != _token()
+    return not is_alive(process_id)
 
 
 def _check_replaceable(target: Path) -> None:

@@ -57,12 +57,16 @@ class BackgroundWriter:
             job: What it raises is kept for ``take_error``.
 
         Raises:
-            RuntimeError: If the one before is still under way.
+            RuntimeError: If the one before is still under way, or the system gives no thread.
         """
         if self.is_busy:
             raise RuntimeError(f"The writer {self._name!r} has a job already. Wait for it.")
         self._job = _Job()
-        threading.Thread(target=self._run, args=(self._job, job), name=self._name).start()
+        try:
+            threading.Thread(target=self._run, args=(self._job, job), name=self._name).start()
+        except RuntimeError:  # there may be no more threads: nobody is to wait for this job
+            self._job = None
+            raise
 
     def wait(self) -> None:
         """Wait until no job is under way. A signal handler that raises breaks the wait, not the job."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from lightning_faulttolerant.checkpoint.atomic_file import fsync_directory
+from lightning_faulttolerant.checkpoint.chunks import read_chunks
 from lightning_faulttolerant.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -27,7 +28,6 @@ from lightning_faulttolerant.checkpoint.outcome import Verification, describe_da
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
-_CHUNK_BYTES = 1024 * 1024
 _MAX_THREADS = 8
 _MAX_SHOWN = 5
 _TEMPORARY_MANIFEST = f".{MANIFEST_NAME}.tmp-"
@@ -286,7 +286,7 @@ def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
     with open(path, "rb") as file:
         if fsync and os.name != "nt":  # Windows can't do it on a file that is open for reading only
             os.fsync(file.fileno())
-        size_bytes, crc32 = _sum_stream(file)
+        size_bytes, crc32 = _sum_stream(file, os.fstat(file.fileno()).st_size)
         found_bytes = os.fstat(file.fileno()).st_size
     if found_bytes != size_bytes:
         raise ValueError(
@@ -296,9 +296,9 @@ def _sum_file(path: Path, *, fsync: bool) -> FileEntry:
     return FileEntry(size_bytes=size_bytes, crc32=crc32)
 
 
-def _sum_stream(file: IO[bytes]) -> tuple[int, int]:
+def _sum_stream(file: IO[bytes], num_bytes: int) -> tuple[int, int]:
     size_bytes, crc32 = 0, 0
-    while chunk := file.read(_CHUNK_BYTES):
+    for chunk in read_chunks(file, num_bytes):
         size_bytes += len(chunk)
         crc32 = zlib.crc32(chunk, crc32)
     return size_bytes, crc32
@@ -315,8 +315,8 @@ def _comparison(directory: str | os.PathLike[str], contents: bool) -> Callable[[
         try:
             size_bytes, crc32 = store.size(name), entry.crc32
             if contents and size_bytes == entry.size_bytes:
-                with open_file(store.path(name)) as file:
-                    size_bytes, crc32 = _sum_stream(file)
+                with open_file(store.path(name), whole=True) as file:
+                    size_bytes, crc32 = _sum_stream(file, size_bytes)
         except OSError as error:
             return f"{name}: {_damage_of(error)}"
         if size_bytes != entry.size_bytes:

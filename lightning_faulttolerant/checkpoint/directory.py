@@ -42,7 +42,7 @@ class AtomicDirectory:
     others raise within ``timeout``.
 
     Directories of ``cycling_utils`` are read too. They have no manifests and can't be verified: by its rule, the one
-    that its link leads to and those with lower numbers are complete.
+    that its link leads to and those with lower numbers are complete. Where there is one that verifies, that is taken.
 
     Args:
         output_directory: A local directory; made if it is missing. Relative to where the process is now.

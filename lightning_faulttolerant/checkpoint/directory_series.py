@@ -186,10 +186,11 @@ class DirectorySeries:
 
     def _newest_valid(self, limit: int) -> Path | None:
         tried: set[Path] = set()
+        unverified: Path | None = None
         while True:  # a writer may commit a directory and delete the one that is being looked at
             entries = [entry for entry in self.committed() if entry.path not in tried]
             if not entries:
-                return None
+                break
             entry = entries[-1]
             tried.add(entry.path)
             try:
@@ -200,10 +201,14 @@ class DirectorySeries:
                     _logger.warning("%s It was set aside as %s.", damage, aside)
                 continue
             if verification.has_checksums:
+                if unverified is not None:
+                    _logger.warning("%s has no manifest, so it can't be verified. Taken: %s.", unverified, entry.path)
                 return entry.path
-            if entry.number <= limit:
-                self._tell_unverified(entry.path)
-                return entry.path
+            if entry.number <= limit and unverified is None:
+                unverified = entry.path
+        if unverified is not None:
+            self._tell_unverified(unverified)
+        return unverified
 
     def _tell_unverified(self, path: Path) -> None:
         if path not in self._told:

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic_file import is_alive
+from lightning_faulttolerant.checkpoint.atomic_file import is_alive, this_machine
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.errors import CheckpointError
@@ -102,7 +102,7 @@ def is_abandoned(path: Path) -> bool:
         last_change = max(os.lstat(changed).st_mtime for changed in paths)
     except FileNotFoundError:  # its writer is at work, or another one removes it
         return False
-    if owner.get("hostname") != _hostname():
+    if owner.get("hostname") != _hostname() or owner.get("machine", "") != this_machine():
         return time.time() - last_change > _ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
@@ -112,7 +112,7 @@ def is_abandoned(path: Path) -> bool:
 
 def this_process() -> dict[str, str | int]:
     """Name this process, as the owner of a directory."""
-    return {"hostname": _hostname(), "process_id": os.getpid()}
+    return {"hostname": _hostname(), "machine": this_machine(), "process_id": os.getpid()}
 
 
 def _hostname() -> str:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic_file import is_alive
+from lightning_faulttolerant.checkpoint.atomic_file import is_alive, this_machine
 from lightning_faulttolerant.checkpoint.lock import LOCK_NAME, describe_holder
 from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
@@ -41,6 +41,7 @@ class _Holder:
     process_id: int
     token: str
     num_renewals: int = 0
+    machine: str = ""
 
     def encoded(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -79,7 +80,12 @@ class RunLease:
             RunInUseError: If it is held.
             OSError: If nothing can be written there.
         """
-        us = _Holder(hostname=socket.gethostname(), process_id=os.getpid(), token=secrets.token_hex(16))
+        us = _Holder(
+            hostname=socket.gethostname(),
+            process_id=os.getpid(),
+            token=secrets.token_hex(16),
+            machine=this_machine(),
+        )
         found = self._store.read(LOCK_NAME)
         if found is None:
             try:
@@ -194,7 +200,7 @@ def _decoded(content: bytes) -> _Holder | None:
 
 
 def _is_surely_dead(holder: _Holder) -> bool:
-    if holder.hostname != socket.gethostname() or _is_ours(holder):
+    if (holder.hostname, holder.machine) != (socket.gethostname(), this_machine()) or _is_ours(holder):
         return False
     # Our own process id without a lock of ours: the number has been given again, as it is in a restarted container.
     return holder.process_id == os.getpid() or not is_alive(holder.process_id)

@@ -120,18 +120,19 @@ def open_store(path: str | os.PathLike[str]) -> Store:
     return _remote().RemoteStore(os.fspath(path)) if is_url(path) else local.LocalStore(local_path(path))
 
 
-def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str], *, whole: bool = False) -> IO[bytes]:
     """Open a file for reading, seekable; of a URL only what is read is transferred.
 
     Args:
         path: Of a file, here or remote.
+        whole: All of it will be read: of a URL, more comes with each request.
 
     Raises:
         OSError: If there is no such file, or it can't be read.
         CheckpointError: If the package for this kind of URL is not installed.
     """
     if is_url(path):
-        file: IO[bytes] = _remote().open_file(os.fspath(path))
+        file: IO[bytes] = _remote().open_file(os.fspath(path), whole=whole)
         return file
     return open(local_path(path), "rb")
 

@@ -73,7 +73,7 @@ def verdict_of(path: str) -> Verdict:
 
 def _verdict_of_path(path: str) -> Verdict:
     try:
-        with open_file(path) as file:
+        with open_file(path, whole=True) as file:
             return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
     except (FileNotFoundError, IsADirectoryError):
         return _verdict_of_directory(path)

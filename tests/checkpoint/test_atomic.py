@@ -241,8 +241,16 @@ def test_leftovers_of_the_living_and_of_other_hosts_are_not_reported(tmp_path):
     host = os.uname().nodename
     (tmp_path / f".a.ckpt.tmp-{host}-{dead.pid}-0123456789abcdef").touch()
     (tmp_path / f".b.ckpt.tmp-elsewhere-{dead.pid}-0123456789abcdef").touch()
-    (tmp_path / f".c.ckpt.tmp-{host}-{os.getpid()}-0123456789abcdef").touch()
+    (tmp_path / f".c.ckpt.tmp-{host}-{os.getppid()}-0123456789abcdef").touch()
     (tmp_path / f".d.ckpt.tmp-{host}-{dead.pid}-of-somebody-else").touch()
     assert [target for _, target in find_leftovers(tmp_path)] == ["a.ckpt"]
     assert [target for _, target in find_leftovers(tmp_path, other_hosts=True)] == ["a.ckpt", "b.ckpt"]
     assert list(find_leftovers(tmp_path / "missing")) == []
+
+
+def test_leftover_of_an_earlier_process_with_our_id_is_reported(tmp_path):
+    """In containers each start has the same process id: what the one before left must go, what we write must stay."""
+    (tmp_path / f".a.ckpt.tmp-{os.uname().nodename}-{os.getpid()}-0123456789abcdef").touch()
+    with atomic_writer(tmp_path / "b.ckpt"):
+        assert sorted(os.listdir(tmp_path))[1].startswith(".b.ckpt.tmp-")
+        assert [target for _, target in find_leftovers(tmp_path)] == ["a.ckpt"]

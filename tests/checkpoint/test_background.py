@@ -51,6 +51,24 @@ def test_one_job_at_a_time(gate: threading.Event) -> None:
     writer.wait()
 
 
+def test_thread_that_can_not_be_started_is_raised_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that is out of threads must be heard of, and nobody wait for a job that never began."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = BackgroundWriter("autosave")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            writer.start(lambda: None)
+    assert not writer.is_busy
+    done = []
+    writer.start(lambda: done.append(1))
+    writer.wait()
+    assert done == [1]
+
+
 def test_error_is_given_once_as_it_was() -> None:
     """The very exception comes back, with the place where it was raised, and is then forgotten."""
     error = OSError(28, "No space left on device")

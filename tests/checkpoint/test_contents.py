@@ -266,10 +266,10 @@ def test_read_error_is_damage_and_a_missing_permission_is_none(directory, monkey
     """A bad disk is a reason to take another checkpoint, a missing permission would meet them all."""
     real = contents.open_file
 
-    def fail(path):
+    def fail(path, **options):
         if str(path).endswith(".bin"):
             raise OSError(number, os.strerror(number))
-        return real(path)
+        return real(path, **options)
 
     monkeypatch.setattr(contents, "open_file", fail)
     with pytest.raises(DamagedCheckpointError if is_damage else PermissionError, match=os.strerror(number)):
@@ -311,8 +311,8 @@ def test_file_that_grows_while_it_is_summed_is_refused(directory, monkeypatch):
     """A thread that still writes must be noticed, not be committed in the middle."""
     real = contents._sum_stream
 
-    def grow(file):
-        found = real(file)
+    def grow(file, num_bytes):
+        found = real(file, num_bytes)
         with open(directory / "a.bin", "ab") as other:
             other.write(b"more")
         return found

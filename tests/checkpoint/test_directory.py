@@ -15,6 +15,7 @@ import torch
 
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import directory_series, read_manifest, verify_path
+from lightning_faulttolerant.checkpoint.atomic_file import this_machine
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, Manifest, save_manifest
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.testing import FaultyFiles, fail_with
@@ -162,6 +163,19 @@ def test_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, c
     assert names_in(tmp_path) == ["AtomicDirectory_checkpoint_0", "AtomicDirectory_checkpoint_1.damaged"]
     assert "is damaged" in caplog.text
     assert Path(save(restarted, 2)).name == "AtomicDirectory_checkpoint_2"
+
+
+def test_checkpoint_that_has_lost_its_manifest_is_not_preferred_to_one_that_verifies(tmp_path, caplog):
+    """A copy that brought the link and only a part of the newest directory must not be resumed from unverified."""
+    saver = AtomicDirectory(tmp_path)
+    for number in range(3):
+        newest = save(saver, number)
+    Path(newest, MANIFEST_NAME).unlink()
+    restarted = AtomicDirectory(tmp_path)
+    assert recipe(str(tmp_path), restarted) == content_of(restarted.latest()) == "1"
+    assert "checkpoint_2 has no manifest, so it can't be verified. Taken: " in caplog.text
+    assert Path(save(restarted, 3)).name == "AtomicDirectory_checkpoint_3"
+    assert Path(f"{newest}.uncommitted").is_dir()
 
 
 def test_contents_are_not_read_where_that_is_switched_off(tmp_path):
@@ -344,10 +358,11 @@ def test_output_directory_may_be_a_link(tmp_path):
     assert saver.latest() == directory
 
 
-def _begin(path: Path, *, hostname: str, process_id: int) -> Path:
+def _begin(path: Path, *, hostname: str, process_id: int, machine: str | None = None) -> Path:
     path.mkdir(parents=True)
     (path / "content.txt").write_text("half")
-    save_manifest(path, Manifest(owner={"hostname": hostname, "process_id": process_id}))
+    machine = this_machine() if machine is None else machine
+    save_manifest(path, Manifest(owner={"hostname": hostname, "machine": machine, "process_id": process_id}))
     return path
 
 
@@ -361,6 +376,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
     own_id_of_old = _begin(tmp_path / "AtomicDirectory_checkpoint_4", hostname=here, process_id=os.getpid())
     living = _begin(tmp_path / "AtomicDirectory_checkpoint_5", hostname=here, process_id=os.getppid())
     elsewhere = _begin(tmp_path / "AtomicDirectory_checkpoint_6", hostname="node7", process_id=1)
+    container = _begin(tmp_path / "AtomicDirectory_checkpoint_7", hostname=here, process_id=process_id, machine="other")
     long_still = _begin(tmp_path / "AtomicDirectory_checkpoint_2", hostname="node7", process_id=1)
     past = time.time() - 7200
     for path in (*long_still.iterdir(), long_still):
@@ -371,7 +387,8 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_p
     assert not any(path.exists() for path in (dead, own_id_of_old, long_still))
     assert living.exists()
     assert elsewhere.exists()
-    assert Path(directory).name == "AtomicDirectory_checkpoint_7"
+    assert container.exists()
+    assert Path(directory).name == "AtomicDirectory_checkpoint_8"
 
 
 def test_two_savers_do_not_touch_each_other(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, lease
+from lightning_faulttolerant.checkpoint.atomic_file import this_machine
 from lightning_faulttolerant.checkpoint.lease import RunLease
 from lightning_faulttolerant.checkpoint.lock import LOCK_NAME, RunLock
 from lightning_faulttolerant.checkpoint.locks import open_lock
@@ -30,9 +31,24 @@ FORK = multiprocessing.get_context("fork")
 LEASE_SECONDS = 0.6
 
 
-def put_lock(url: str, *, hostname: str, process_id: int, token: str = "theirs", num_renewals: int = 0) -> None:
+def put_lock(
+    url: str,
+    *,
+    hostname: str,
+    process_id: int,
+    token: str = "theirs",
+    num_renewals: int = 0,
+    machine: str | None = None,
+) -> None:
     """Write the lock of another process."""
-    holder = {"hostname": hostname, "process_id": process_id, "token": token, "num_renewals": num_renewals}
+    machine = this_machine() if machine is None else machine
+    holder = {
+        "hostname": hostname,
+        "process_id": process_id,
+        "token": token,
+        "num_renewals": num_renewals,
+        "machine": machine,
+    }
     RemoteStore(url).replace(LOCK_NAME, json.dumps(holder).encode())
 
 
@@ -98,6 +114,7 @@ def test_second_one_in_this_process_is_refused_at_once(remote_url: str) -> None:
 OTHER = """
 import sys, time
 from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.atomic_file import this_machine
 from lightning_faulttolerant.checkpoint.lease import RunLease
 from lightning_faulttolerant.errors import RunInUseError
 held = RunLease(sys.argv[1], lease_seconds=float(sys.argv[2]))
@@ -214,6 +231,25 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_at_once(remote_url: str, p
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("process_id", ["dead", "ours"])
+def test_process_of_another_container_with_our_host_name_is_not_taken_for_dead(
+    remote_url: str, process_id: str
+) -> None:
+    """Containers on the network of their host share its name, not their process ids: the second run must be refused."""
+    number = os.getpid() if process_id == "ours" else dead_process_id()
+    theirs = {"hostname": socket.gethostname(), "process_id": number, "machine": "another container"}
+    put_lock(remote_url, **theirs)  # type: ignore[arg-type]
+    renewal = threading.Timer(
+        LEASE_SECONDS / 2,
+        lambda: put_lock(remote_url, num_renewals=1, **theirs),  # type: ignore[arg-type]
+    )
+    renewal.start()
+    with pytest.raises(RunInUseError, match=f"process {number} on {socket.gethostname()}"):
+        RunLease(remote_url, lease_seconds=LEASE_SECONDS).acquire()
+    renewal.join()
+    assert holder_of(remote_url)["token"] == "theirs"
+
+
 def test_lock_that_cannot_be_read_is_taken_over_when_nothing_moves(remote_url: str) -> None:
     """A lock that says nothing keeps nobody out for longer than a lease."""
     RemoteStore(remote_url).replace(LOCK_NAME, b"{")
@@ -253,7 +289,7 @@ def test_lost_lock_is_noticed(remote_url: str) -> None:
         with pytest.raises(RunInUseError, match=r"process 1 on elsewhere.*taken the directory over"):
             held.check()
         time.sleep(LEASE_SECONDS)  # the thread must not renew over it
-    assert holder_of(remote_url) == {"hostname": "elsewhere", "process_id": 1, "token": "theirs", "num_renewals": 0}
+    assert (holder_of(remote_url)["hostname"], holder_of(remote_url)["num_renewals"]) == ("elsewhere", 0)
 
 
 def test_lock_is_renewed(remote_url: str) -> None:

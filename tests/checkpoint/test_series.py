@@ -284,7 +284,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
     autosaves.directory.mkdir(parents=True)
     host, dead = os.uname().nodename, _dead_process_id()
     gone = _leftover(autosaves.directory, host=host, process_id=dead)
-    living = _leftover(autosaves.directory, host=host, process_id=os.getpid())
+    living = _leftover(autosaves.directory, host=host, process_id=os.getppid())
     elsewhere = _leftover(autosaves.directory, host="elsewhere", process_id=dead)
     _save(autosaves, 0)
     assert [path.exists() for path in (gone, living, elsewhere)] == [False, True, True]

@@ -130,7 +130,7 @@ def test_leftovers_of_dead_writers_go(autosaves: AutosaveSeries) -> None:
     process.start()
     process.join()
     host = os.uname().nodename
-    for process_id in (process.pid, os.getpid()):
+    for process_id in (process.pid, os.getppid()):
         name = f".autosave-00000009-epoch=0-batch=0.ckpt.tmp-{host}-{process_id}-0123456789abcdef"
         write(autosaves.store.url, name, b"")
     path = save(autosaves, 1)

@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import fsspec.config
 import pytest
 import s3fs
+import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from lightning_faulttolerant.checkpoint import verify_path
 from lightning_faulttolerant.checkpoint.store import is_url, local_copy, open_file, open_store, open_writer, split_path
 from lightning_faulttolerant.checkpoint.stores import remote, uploads
 from lightning_faulttolerant.checkpoint.stores.file_systems import file_system
@@ -78,6 +80,20 @@ def test_store_lists_renames_and_deletes(any_url: str) -> None:
         store.folder("a").delete(name)
     store.folder("a").remove_if_empty()
     assert store.names() == []
+
+
+def test_name_that_looks_like_a_pattern_is_a_name(any_url: str) -> None:
+    """Brackets, stars and spaces in names, as metrics have them, mean nothing to a store."""
+    store = open_store(f"{any_url}/val[1]*")
+    for content in (b"old", b"new"):
+        write(store.url, "loss[a] *.ckpt", content)
+    assert (store.names(), read(store.path("loss[a] *.ckpt"))) == (["loss[a] *.ckpt"], b"new")
+    store.rename("loss[a] *.ckpt", "folder[1]/b*")
+    assert (store.listing().files, store.folder("folder[1]").names()) == ([], ["b*"])
+    with local_copy(store.path("folder[1]/b*")) as file:
+        assert file.read() == b"new"
+    store.folder("folder[1]").delete("b*")
+    assert store.folder("folder[1]").names() == []
 
 
 def test_directory_with_files_is_not_removed(any_url: str) -> None:
@@ -415,6 +431,16 @@ def test_only_what_is_read_is_transferred(s3: str, monkeypatch: pytest.MonkeyPat
         assert file.read(1) == b"\0"
     ranges = [arguments["Range"] for method, arguments in calls if method == "get_object"]
     assert ranges == [f"bytes={8 * MIB}-{9 * MIB - 1}", f"bytes=0-{MIB - 1}"]
+
+
+def test_verification_of_a_large_file_takes_few_requests(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is read from end to end comes 8 MiB at a time, each block once, but the last one twice."""
+    with open_store(s3).writer("a.ckpt") as file:
+        torch.save({"weights": torch.zeros(4 * 8 * MIB, dtype=torch.uint8)}, file)
+    with calls_of_s3(monkeypatch) as calls:
+        assert verify_path(f"{s3}/a.ckpt").has_checksums
+    ranges = [arguments["Range"] for method, arguments in calls if method == "get_object"]
+    assert len(ranges) == len(set(ranges)) + 1 == 6
 
 
 def test_whole_file_is_transferred_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
     [
         *((writer, number) for writer in FILE_WRITERS for number in ERRORS),
         (DIRECTORY, errno.EACCES),
-        # EIO where a checkpoint of several files is listed says that it is damaged: it is set aside, with a warning.
-        *(
-            pytest.param(DIRECTORY, number, marks=pytest.mark.slow)
-            for number in ERRORS
-            if number not in (errno.EACCES, errno.EIO)
-        ),
+        *(pytest.param(DIRECTORY, number, marks=pytest.mark.slow) for number in ERRORS if number != errno.EACCES),
     ],
     ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else value.name,
 )

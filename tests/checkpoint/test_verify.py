@@ -28,6 +28,7 @@ from lightning_faulttolerant.checkpoint import (
     write_manifest,
 )
 from lightning_faulttolerant.checkpoint.archive import find_damage
+from lightning_faulttolerant.checkpoint.chunks import CHUNK_BYTES
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 CONTENT = {"weights": torch.arange(5), "name": "x", "nested": {"losses": [1, 2.5]}}
@@ -122,11 +123,12 @@ def test_each_truncation_and_extension_is_detected():
 
 
 def test_flip_in_the_last_chunk_of_a_large_record_is_detected(tmp_path):
-    """The whole of a record must be read, not only its first chunk of 1 MiB."""
-    torch.save({"weights": torch.zeros(3 * 1024 * 1024, dtype=torch.uint8)}, tmp_path / "a.ckpt")
+    """The whole of a record must be read, not only its first chunks."""
+    num_bytes = 2 * CHUNK_BYTES + 1024 * 1024
+    torch.save({"weights": torch.zeros(num_bytes, dtype=torch.uint8)}, tmp_path / "a.ckpt")
     verify_file(tmp_path / "a.ckpt")
     with open(tmp_path / "a.ckpt", "r+b") as file:
-        file.seek(3 * 1024 * 1024)
+        file.seek(num_bytes)
         file.write(b"\x01")
     with pytest.raises(DamagedCheckpointError, match=r"record a/data/0 has CRC32"):
         verify_file(tmp_path / "a.ckpt")

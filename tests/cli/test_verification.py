@@ -145,10 +145,10 @@ def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
 
     opened = verdict.open_file
 
-    def refuse(path: str) -> object:
+    def refuse(path: str, **options: bool) -> object:
         if str(path) == refused:
             raise PermissionError(13, "Permission denied", path)
-        return opened(path)
+        return opened(path, **options)
 
     monkeypatch.setattr(verdict, "open_file", refuse)
     found = call(capsys, "verify", sound, refused)

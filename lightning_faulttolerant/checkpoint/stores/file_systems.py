@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 from fsspec.config import conf
+from fsspec.spec import AbstractFileSystem
 
 from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
 
@@ -66,6 +67,22 @@ def is_s3(fs: Any) -> bool:
 def is_gcs(fs: Any) -> bool:
     """Tell whether a file system is gcsfs's."""
     return _protocols(fs) == set(_GCS_PROTOCOLS)
+
+
+def move(fs: Any, path: str, new_path: str) -> None:
+    """Move a file, in the way that its file system has for it; an object store copies it, and then deletes the first.
+
+    Args:
+        fs: Of fsspec.
+        path: In it.
+        new_path: In it, too.
+    """
+    # fsspec's own mv takes [, * and ? in a name for a pattern, and s3fs's passes over files that can't be deleted.
+    if is_s3(fs) or is_gcs(fs) or type(fs).mv is AbstractFileSystem.mv:
+        fs.cp_file(path, new_path)
+        fs.rm_file(path)
+    else:
+        fs.mv(path, new_path)
 
 
 @contextlib.contextmanager

@@ -16,15 +16,16 @@ from typing import IO, Any, cast, final
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_faulttolerant.checkpoint.stores.file_systems import file_system, is_gcs, is_s3, remote_errors
+from lightning_faulttolerant.checkpoint.stores.file_systems import file_system, is_gcs, is_s3, move, remote_errors
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 from lightning_faulttolerant.checkpoint.stores.uploads import Sender, begin_upload, check_arrived
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
 _logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 1024 * 1024
-_NUM_BLOCKS = 64
+# Size and number of the blocks that are kept of an open file: where parts of it are read, and where all of it is.
+_BLOCKS_OF_PARTS = (1024 * 1024, 64)
+_BLOCKS_OF_WHOLE = (8 * 1024 * 1024, 2)
 
 
 @final
@@ -108,12 +109,9 @@ class RemoteStore:
         """Move a file; object stores copy it, and then delete the first."""
         with self._opened(name) as (fs, path):
             new_path = file_system(self.path(new_name))[1]
-            if is_s3(fs) or is_gcs(fs):  # their mv passes over files that can't be deleted
-                fs.cp_file(path, new_path)
-                fs.rm_file(path)
-                return
-            fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
-            fs.mv(path, new_path)
+            if not (is_s3(fs) or is_gcs(fs)):
+                fs.makedirs(new_path.rpartition("/")[0], exist_ok=True)
+            move(fs, path, new_path)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
@@ -183,15 +181,16 @@ class RemoteStore:
             yield file_system(url)
 
 
-def open_file(url: str) -> IO[bytes]:
-    """Open a file of which only what is read is transferred."""
+def open_file(url: str, *, whole: bool = False) -> IO[bytes]:
+    """Open a file of which only what is read is transferred, in large blocks if all of it will be read."""
     with remote_errors(url):
         fs, path = file_system(url)
         fs.invalidate_cache()
         if isinstance(fs, MemoryFileSystem):  # it gives the same file object, with its position, to each who opens it
             return io.BytesIO(fs.cat_file(path))
-        options = {"maxblocks": _NUM_BLOCKS}
-        file = fs.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache", cache_options=options)
+        block_bytes, num_blocks = _BLOCKS_OF_WHOLE if whole else _BLOCKS_OF_PARTS
+        options = {"maxblocks": num_blocks}
+        file = fs.open(path, "rb", block_size=block_bytes, cache_type="blockcache", cache_options=options)
         # S3 has no directories, but s3fs opens what is a part of names as a file without a byte.
         if getattr(file, "details", {}).get("type") == "directory":
             file.close()

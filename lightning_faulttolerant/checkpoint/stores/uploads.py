@@ -14,7 +14,7 @@ import re
 from typing import Any, Protocol
 
 from lightning_faulttolerant.checkpoint.atomic_file import temporary_name
-from lightning_faulttolerant.checkpoint.stores.file_systems import is_gcs, is_s3, remote_errors
+from lightning_faulttolerant.checkpoint.stores.file_systems import is_gcs, is_s3, move, remote_errors
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
 _logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class _MovedUpload:
         damage = self._wrong_size(self._temporary)
         if damage is not None:
             raise OSError(f"{self._temporary}: {damage}")
-        self._fs.mv(self._temporary, self._path)
+        move(self._fs, self._temporary, self._path)
 
     def discard(self) -> None:
         with contextlib.suppress(Exception):
