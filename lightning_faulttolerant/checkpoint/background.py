@@ -16,6 +16,11 @@ class _Job:
     def __init__(self) -> None:
         self.process_id = os.getpid()
         self.is_done = threading.Event()
+        self._is_taken = threading.Lock()
+
+    def take(self) -> bool:
+        """Return True to the first who asks: the thread that does the job, or who gives it up before that."""
+        return self._is_taken.acquire(blocking=False)
 
 
 @final
@@ -54,12 +59,19 @@ class BackgroundWriter:
             job: What it raises is kept for ``take_error``.
 
         Raises:
-            RuntimeError: If the one before is still under way.
+            RuntimeError: If the one before is still under way, or the system has no thread left.
         """
         if self.is_busy:
             raise RuntimeError(f"The writer {self._name!r} has a job already. Wait for it.")
-        self._job = _Job()
-        threading.Thread(target=self._run, args=(self._job, job), name=self._name).start()
+        this = _Job()
+        thread = threading.Thread(target=self._run, args=(this, job), name=self._name)
+        try:
+            self._job = this
+            thread.start()
+        except BaseException:  # a signal handler may raise at any moment, with the thread begun or not
+            if this.take():
+                this.is_done.set()  # nobody else will: who waits would wait for ever
+            raise
 
     def wait(self) -> None:
         """Wait until no job is under way. A signal handler that raises breaks the wait, not the job."""
@@ -72,6 +84,8 @@ class BackgroundWriter:
         return error
 
     def _run(self, this: _Job, job: Callable[[], object]) -> None:
+        if not this.take():
+            return
         try:
             job()
         except BaseException as error:  # noqa: BLE001 - it is raised where somebody asks for it

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+_NO_DEEPCOPY = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @final
@@ -90,6 +91,8 @@ class _Copied:
             storage = self._storage(tensor.untyped_storage())
             place = (tensor.storage_offset(), tensor.size(), tensor.stride())
             new = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, *place)
+        elif tensor.layout in _NO_DEEPCOPY or tensor.is_nested:
+            new = tensor.to("cpu", copy=True)
         else:
             memo["torch"] = self.storages
             new = copy.deepcopy(tensor, memo)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.checkpoint.verify import verify_path
-from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.files.parts import load
@@ -70,7 +70,13 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if not options.auto_resume:
         series.set_aside("not-resumed")
         return Choice(path=_as_given(given), origin=origin)
-    found = series.load_newest()
+    try:
+        found = series.load_newest()
+    except NoValidCheckpointError as damages:
+        if not is_newest:
+            raise
+        _log.warning("%s This fit goes on from %s, which ckpt_path stands for.", damages, path)
+        found = None
     if found is None:
         return Choice(path=_as_given(given), origin=origin)
     newest, ours = found

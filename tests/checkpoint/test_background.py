@@ -51,6 +51,31 @@ def test_one_job_at_a_time(gate: threading.Event) -> None:
     writer.wait()
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
+    """Without a thread for it, or interrupted while the thread starts, the job is done or given up, once."""
+    done = []
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if is_begun:
+            start(thread)
+            thread.join()
+        raise RuntimeError("can't start new thread")
+
+    writer = BackgroundWriter("autosave")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            writer.start(lambda: done.append(1))
+    assert not writer.is_busy
+    writer.wait()
+    assert done == [1] * is_begun
+    writer.start(lambda: done.append(2))
+    writer.wait()
+    assert done[-1] == 2
+
+
 def test_error_is_given_once_as_it_was() -> None:
     """The very exception comes back, with the place where it was raised, and is then forgotten."""
     error = OSError(28, "No space left on device")
