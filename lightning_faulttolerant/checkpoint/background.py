@@ -19,6 +19,11 @@ class _Job:
     def __init__(self) -> None:
         self.process_id = os.getpid()
         self.is_done = threading.Event()
+        self._is_taken = threading.Lock()
+
+    def take(self) -> bool:
+        """Return True to the first who asks: the thread that does the job, or who gives it up before that."""
+        return self._is_taken.acquire(blocking=False)
 
 
 @final
@@ -57,15 +62,18 @@ class BackgroundWriter:
             job: What it raises is kept for ``take_error``.
 
         Raises:
-            RuntimeError: If the one before is still under way, or the system gives no thread.
+            RuntimeError: If the one before is still under way, or the system has no thread left.
         """
         if self.is_busy:
             raise RuntimeError(f"The writer {self._name!r} has a job already. Wait for it.")
-        self._job = _Job()
+        this = _Job()
+        thread = threading.Thread(target=self._run, args=(this, job), name=self._name)
         try:
-            threading.Thread(target=self._run, args=(self._job, job), name=self._name).start()
-        except RuntimeError:  # there may be no more threads: nobody is to wait for this job
-            self._job = None
+            self._job = this
+            thread.start()
+        except BaseException:  # a signal handler may raise at any moment, with the thread begun or not
+            if this.take():
+                this.is_done.set()  # nobody else will: who waits would wait for ever
             raise
 
     def wait(self) -> None:
@@ -79,6 +87,8 @@ class BackgroundWriter:
         return error
 
     def _run(self, this: _Job, job: Callable[[], object]) -> None:
+        if not this.take():
+            return
         # Else this thread keeps the interpreter for up to 5 ms while the one that has started it waits to go on.
         time.sleep(_LETS_GO_ON_SECONDS)
         try:

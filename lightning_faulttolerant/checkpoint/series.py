@@ -231,7 +231,8 @@ class AutosaveSeries:
             raise NoValidCheckpointError(
                 f"There are autosaves in {self.store.url}, but none of them verifies:\n{names}\n"
                 "A start from scratch would throw this run's work away without a word. Put a good copy back under its "
-                "name without '.damaged', give a checkpoint of your own, or delete these files to start from scratch."
+                "name without '.damaged', or start once with FaultTolerance(auto_resume=False), from a checkpoint of "
+                "your own or from scratch: these files are then set aside."
             ) from (damages[-1] if damages else None)
 
     def _set_damaged_aside(self, name: str) -> str:

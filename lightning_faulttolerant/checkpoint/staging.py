@@ -13,6 +13,7 @@ from torch import Tensor, nn
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
+_NO_DEEPCOPY = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class _Layout(NamedTuple):
@@ -105,6 +106,8 @@ class _Copied:
         tensor = original.detach()
         if _is_plain(tensor):
             new = self._plain(tensor)
+        elif tensor.layout in _NO_DEEPCOPY or tensor.is_nested:
+            new = tensor.to("cpu", copy=True)
         else:
             memo["torch"] = self.storages
             new = copy.deepcopy(tensor, memo)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.cli.errors import remote_errors
 
 AUTOSAVE = "autosave"
@@ -93,6 +94,23 @@ class Found:
         for file in self.files:
             folders.setdefault(file.folder, []).append(file)
         return folders
+
+
+def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
+    """Open a file that is to be looked at, seekable.
+
+    Args:
+        path: Path or URL.
+        whole: Whether all of it will be read, from its beginning to its end.
+
+    Raises:
+        OSError: If it can't be read, or is a device or a pipe: those have no end, or wait for somebody who writes.
+    """
+    if not is_url(path):
+        mode = os.stat(local_path(path)).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "Not a regular file", path)
+    return open_file(path, whole=whole)
 
 
 def is_superseded(folder: str) -> bool:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.store import open_file
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli.contents import describe
 from lightning_faulttolerant.cli.errors import remote_errors
+from lightning_faulttolerant.cli.found import open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text, table
 
 DESCRIPTION = """\
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    with remote_errors(arguments.file), open_file(arguments.file) as file:
+    with remote_errors(arguments.file), open_checkpoint(arguments.file) as file:
         found = describe(read_summary(file, name=arguments.file), path=arguments.file)
     if arguments.json:
         print(json.dumps(found, indent=2))

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.store import open_file
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli import found, part, verdict
 from lightning_faulttolerant.cli.errors import reason_of, remote_errors
@@ -157,7 +156,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
 def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
     """Return what a checkpoint holds, and why it is not known where it isn't."""
     try:
-        with remote_errors(file.path), open_file(file.path) as opened:
+        with remote_errors(file.path), found.open_checkpoint(file.path) as opened:
             return read_summary(opened, name=file.name).content, None
     except FileNotFoundError:
         return None, Verdict(word=verdict.MISSING)

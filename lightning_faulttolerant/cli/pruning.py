@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -15,13 +16,13 @@ from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.found import FoundFile
 from lightning_faulttolerant.cli.text import safe, size_text
 from lightning_faulttolerant.cli.verdict import verdict_of
-from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.errors import FaultToleranceError, RunInUseError
 
 DESCRIPTION = """\
 Delete the autosaves of each fit below DIR that are older than its newest N that verify. Only files with the names of
 autosaves are deleted, so nothing of ModelCheckpoint's and nothing that you have put there; links neither.
 
-Of a fit in which no autosave verifies, no autosave is deleted. Autosaves that don't verify, and those that were set
+Of a fit in which no autosave verifies, no autosave is deleted. Newer ones that don't verify, and those that were set
 aside as damaged, stay unless --damaged is given; those of superseded runs stay unless --superseded is given. A run that
 is being trained is left alone.
 """
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     directory = arguments.directory
     if not is_url(directory):
-        directory = os.path.abspath(local_path(directory))
+        path = local_path(directory)
+        directory = os.path.abspath(path) if path else ""  # a variable without a value is not where one stands
     status, freed, number = 0, 0, 0
     what = found.find_checkpoints(directory)
     for problem in what.problems:
@@ -83,6 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         except RunInUseError as error:
             print(safe(reason_of(error)), file=sys.stderr)
             status = max(status, 1)
+            continue
+        except (OSError, FaultToleranceError) as error:  # the other runs are pruned all the same
+            print(safe(f"{run_directory}: not pruned to the end: {reason_of(error)}"), file=sys.stderr)
+            status = 2
             continue
         for folder, plan in plans.items():
             _print_plan(folder, plan, arguments)
@@ -104,7 +110,8 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
             for file in plan.deleted:
                 lock.check()
                 store = open_store(file.folder)
-                store.delete(file.name)
+                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
+                    store.delete(file.name)
                 if found.is_superseded(file.folder):
                     store.remove_if_empty()
     finally:

@@ -11,8 +11,8 @@ from typing import IO, cast
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
-from lightning_faulttolerant.checkpoint.store import open_file
 from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
+from lightning_faulttolerant.cli.found import open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
 
@@ -73,7 +73,7 @@ def verdict_of(path: str) -> Verdict:
 
 def _verdict_of_path(path: str) -> Verdict:
     try:
-        with open_file(path, whole=True) as file:
+        with open_checkpoint(path, whole=True) as file:
             return _verdict_of_file(cast("IO[bytes]", _Shown(file, path)))
     except (FileNotFoundError, IsADirectoryError):
         return _verdict_of_directory(path)

@@ -105,7 +105,12 @@ class Autosaver:
             raise error
         checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
         self._run_state.files.flush()
-        staged = self._staging.copy(checkpoint)
+        try:
+            staged = self._staging.copy(checkpoint)
+        except Exception as error:  # noqa: BLE001 - deepcopy runs users' code; what it can't copy torch.save may write
+            _log.warning("A copy to be written behind training failed, so this save is waited for: %r", error)
+            self._save(checkpoint, position, began)
+            return
         self._has_failed = False
         self._writer.start(partial(self._write_behind, staged, position))
         self._note(position, began)

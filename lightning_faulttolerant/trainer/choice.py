@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.checkpoint.verify import verify_path
+from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.files.parts import load
@@ -67,7 +70,13 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if not options.auto_resume:
         series.set_aside("not-resumed")
         return Choice(path=_as_given(given), origin=origin)
-    found = series.load_newest()
+    try:
+        found = series.load_newest()
+    except NoValidCheckpointError as damages:
+        if not is_newest:
+            raise
+        _log.warning("%s This fit goes on from %s, which ckpt_path stands for.", damages, path)
+        found = None
     if found is None:
         return Choice(path=_as_given(given), origin=origin)
     newest, ours = found
@@ -99,14 +108,35 @@ def _as_given(given: Any) -> str | None:
 def _is_further(ours: Mapping[str, Any], path: str) -> bool:
     """Return whether our autosave is at least as far on as the file of the user's own ModelCheckpoint.
 
-    One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most.
+    One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most. Nor is
+    one that can't be taken, damaged or refused by ``weights_only=True``: the fit would fail, at each start again.
     """
     try:
         theirs = load(path)
+        part = theirs.get(KEY)
+        if progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part):
+            return True
+        verify_path(path)
     except (FileNotFoundError, IsADirectoryError):
         return False
-    part = theirs.get(KEY)
-    return progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part)
+    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
+        _log.warning(
+            "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the same,"
+            " pass FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
+            path, _why_not(path, error),
+        )  # fmt: skip
+        return True
+    return False
+
+
+def _why_not(path: str, error: Exception) -> str:
+    try:
+        verify_path(path)
+    except (OSError, CheckpointError) as damage:
+        return str(damage)
+    if isinstance(error, pickle.UnpicklingError):
+        return "It holds an object that torch.load(weights_only=True) refuses."
+    return f"{type(error).__name__}: {error}."
 
 
 def _can_be_exact(part: Mapping[str, Any] | None) -> bool:

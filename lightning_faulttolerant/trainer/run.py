@@ -74,7 +74,11 @@ class Run:
         self._lock = open_lock(directory)
         self._store.listing()  # before the lock: stores say more of what is wrong with a listing
         self._lock.acquire()
-        self._store.abort_uploads()
+        try:
+            self._store.abort_uploads()
+        except BaseException:
+            self._lock.release()
+            raise
         call_at_end(self._end, is_remote=is_url(directory))
 
     def begin_fit(self, *, keep_last: int) -> AutosaveSeries:

@@ -51,22 +51,29 @@ def test_one_job_at_a_time(gate: threading.Event) -> None:
     writer.wait()
 
 
-def test_thread_that_can_not_be_started_is_raised_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that is out of threads must be heard of, and nobody wait for a job that never began."""
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
+    """Without a thread for it, or interrupted while the thread starts, the job is done or given up, once."""
+    done = []
+    start = threading.Thread.start
 
-    def refuse(self: threading.Thread) -> None:
+    def fails(thread: threading.Thread) -> None:
+        if is_begun:
+            start(thread)
+            thread.join()
         raise RuntimeError("can't start new thread")
 
     writer = BackgroundWriter("autosave")
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            writer.start(lambda: None)
+            writer.start(lambda: done.append(1))
     assert not writer.is_busy
-    done = []
-    writer.start(lambda: done.append(1))
     writer.wait()
-    assert done == [1]
+    assert done == [1] * is_begun
+    writer.start(lambda: done.append(2))
+    writer.wait()
+    assert done[-1] == 2
 
 
 def test_error_is_given_once_as_it_was() -> None:

@@ -57,6 +57,19 @@ def test_file_of_a_copy_is_that_of_the_original(tmp_path: Path) -> None:
         assert saved(staging.copy(checkpoint), tmp_path / "copy") == saved(checkpoint, tmp_path / "original")
 
 
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage)")
+def test_layouts_that_deepcopy_does_not_know_are_copied() -> None:
+    """Compressed sparse and nested tensors, of which torch.save writes a file, are copied too."""
+    compressed = torch.eye(3).to_sparse_csr()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    copied = Staging().copy({"compressed": compressed, "nested": nested})
+    compressed.values().add_(1)
+    nested.add_(1)
+    assert copied["compressed"].layout is torch.sparse_csr
+    assert torch.equal(copied["compressed"].to_dense(), torch.eye(3))
+    assert [part.tolist() for part in copied["nested"].unbind()] == [[1, 1], [1, 1, 1]]
+
+
 def test_nothing_that_training_changes_reaches_the_copy(tmp_path: Path) -> None:
     """Tensors, buffers, lists and dicts go on changing; the copy stays as it was."""
     module, checkpoint = trained()

@@ -154,3 +154,13 @@ def test_the_documentation_names_each_option_and_exit_status(capsys: Capture) ->
         assert {option for option in options if option not in sections[command]} == set()
         assert f"$ lightning-faulttolerant {command} " in sections[command]
         assert "Exit status: 0 " in sections[command]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_devices_and_pipes_are_refused(tmp_path: Path, capsys: Capture, command: str) -> None:
+    """What has no end, and what waits for somebody who writes, is not read."""
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.ckpt"):
+        found = call(capsys, command, path)
+        assert found.status == 2
+        assert f"{path}: Not a regular file" in found.out + found.err

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, RunLock
+from lightning_faulttolerant.cli import pruning
 from tests.cli.checkpoints import call, flip, save, save_series
 
 Capture = pytest.CaptureFixture[str]
@@ -203,3 +205,43 @@ def test_a_series_outside_of_a_run_is_pruned_too(tmp_path: Path, capsys: Capture
         assert call(capsys, "prune", tmp_path, "--keep-last", 1).status == 1
     assert call(capsys, "prune", tmp_path / "mine", "--keep-last", 1).status == 0
     assert names(tmp_path) == ["mine/autosave-00000002-epoch=0-batch=2.ckpt"]
+
+
+@pytest.mark.parametrize("empty", ["", "file://"])
+def test_an_empty_name_is_not_where_one_stands(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, empty: str
+) -> None:
+    """Of `prune "$RUN"`, where RUN has no value, nothing is deleted."""
+    save_series(tmp_path / "run/fit-1", 3)
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, "prune", empty, "--keep-last", 1).status == 2
+    assert len(names(tmp_path)) == 3
+
+
+def test_a_run_that_cannot_be_pruned_does_not_keep_others_from_it(tmp_path: Path, capsys: Capture) -> None:
+    """Where the lock of one run can't be taken, or a file be deleted, status is 2, and the others are pruned."""
+    for name in "abc":
+        save_series(tmp_path / name / "fit-1", 2)
+    (tmp_path / "b/run.lock").mkdir()
+    found = call(capsys, "prune", tmp_path, "--keep-last", 1)
+    assert found.status == 2
+    assert f"{tmp_path / 'b'}: not pruned to the end: " in found.err
+    assert found.lines[-1].startswith("2 autosaves deleted, ")
+    assert [name[0] for name in names(tmp_path)] == ["a", "b", "b", "c"]
+
+
+def test_an_autosave_that_is_gone_meanwhile_is_no_error(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who deletes files by hand does not stop the others from being deleted."""
+    first, second, _ = save_series(tmp_path / "run/fit-1", 3)
+    plan = pruning._plan
+
+    def planned(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        Path(second).unlink()
+        return made
+
+    monkeypatch.setattr(pruning, "_plan", planned)
+    assert call(capsys, "prune", tmp_path, "--keep-last", 1).status == 0
+    assert not Path(first).exists()

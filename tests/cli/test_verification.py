@@ -143,14 +143,14 @@ def test_an_unreadable_file_gives_status_2_unless_one_is_damaged(
     flip(damaged)
     from lightning_faulttolerant.cli import verdict
 
-    opened = verdict.open_file
+    opened = verdict.open_checkpoint
 
     def refuse(path: str, **options: bool) -> object:
         if str(path) == refused:
             raise PermissionError(13, "Permission denied", path)
         return opened(path, **options)
 
-    monkeypatch.setattr(verdict, "open_file", refuse)
+    monkeypatch.setattr(verdict, "open_checkpoint", refuse)
     found = call(capsys, "verify", sound, refused)
     assert found.status == 2
     assert found.lines[1] == f"{refused}: unreadable: {refused}: Permission denied"

@@ -283,3 +283,40 @@ def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> N
             assert str(checkpoint[part]) == str(expected[name][part])
         for key, weight in checkpoint["state_dict"].items():
             assert torch.equal(weight, expected[name]["state_dict"][key])
+
+
+class Uncopied(torch.Tensor):
+    """A tensor that torch.save writes, and that can't be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies of this one")
+
+
+class HoldsUncopied(Net):
+    """Saves such a tensor, which changes in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(2).as_subclass(Uncopied)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.detach()
+        return loss + 0.01 * self.total.as_subclass(torch.Tensor).sum()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["total"] = self.total
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.total = checkpoint["total"]
+
+
+def test_what_cannot_be_copied_is_written_at_once() -> None:
+    """Where a copy fails the save is waited for: the run goes on, and is exact."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        with torch.serialization.safe_globals([Uncopied]):
+            return fit_net(callbacks, directory, module=HoldsUncopied())
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(3)], options=ALWAYS)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, 0, 3)

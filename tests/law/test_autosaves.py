@@ -102,6 +102,38 @@ def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
     assert "NoValidCheckpointError" in ended.output
 
 
+@pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
+def test_last_is_taken_where_no_autosave_verifies(tmp_path: Path) -> None:
+    """With ckpt_path="last" the file of the user's ModelCheckpoint is the run's own work, and is gone on from."""
+
+    def main(*faults: Callback) -> None:
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        fit_net([protected(), last, *faults], tmp_path, enable_checkpointing=True, ckpt_path="last")
+
+    run(lambda: main(KillAt(6)))
+    for path in autosaves(tmp_path):
+        path.write_bytes(b"nothing")
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "none of them verifies" in ended.output
+    assert "Resumed exactly behind the step of batch 3 of epoch 0" in ended.output
+
+
+def test_remedy_where_no_autosave_verifies_works(tmp_path: Path) -> None:
+    """As the error says: auto_resume=False sets the damaged ones aside, and starts from what the user names."""
+    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    newest = autosaves(tmp_path)[-1]
+    own = tmp_path / "own.ckpt"
+    own.write_bytes(newest.read_bytes())
+    for path in autosaves(tmp_path):
+        path.write_bytes(b"nothing")
+    ended = run(lambda: fit_net([protected()], tmp_path, ckpt_path=own))
+    assert (ended.exit_code, "FaultTolerance(auto_resume=False)" in ended.output) == (1, True), ended.output
+    ended = run(lambda: fit_net([protected(auto_resume=False)], tmp_path, ckpt_path=own), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch" in ended.output
+
+
 class Times(Callback):
     """Notes at each batch how many autosaves there are."""
 

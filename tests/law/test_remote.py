@@ -26,3 +26,26 @@ def test_killed_run_goes_on_from_s3(s3: str, num_workers: int) -> None:
         (-signal.SIGKILL, 0, 3),
         (-signal.SIGKILL, 1, 1),
     ]
+
+
+class FewClients(Callback):
+    """Demands that the store's client is not opened once more for each save."""
+
+    def on_train_end(self, trainer: Trainer, module: object) -> None:
+        from s3fs import S3FileSystem
+
+        assert len(S3FileSystem._cache) <= 3
+
+
+def test_killed_run_that_saves_behind_training_goes_on_from_s3(s3: str) -> None:
+    """With async_save, too, killed while uploads go on; at most the one in flight is lost."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True)
+        return fit_net([*callbacks, FewClients()], f"{s3}/{directory.name}", train=train)  # type: ignore[arg-type]
+
+    options = {"every_n_train_steps": 1, "async_save": True}
+    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(3)], options=options)
+    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
+    assert (costs[0].epoch, costs[0].batch) in [(0, 2), (0, 3)]
+    assert costs[1].epoch == 1

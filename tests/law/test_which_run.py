@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,51 @@ def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_p
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
     assert f"Resumed exactly {expected} of epoch 0" in ended.output
+
+
+class ArgsNet(Net):
+    """Has a hyperparameter that is no plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"args": argparse.Namespace(depth=3)})
+
+
+def cut_file(path: Path) -> None:
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change_a_weight(path: Path) -> None:
+    """Flip a bit of a file's first weight, of which torch.load notices nothing."""
+    with zipfile.ZipFile(path) as archive:
+        first = next(record for record in archive.infolist() if record.filename.endswith("/data/0"))
+    content = bytearray(path.read_bytes())
+    content[first.header_offset + 64 + first.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
+@pytest.mark.parametrize(
+    ("module", "spoil", "reason"),
+    [(ArgsNet, Path.exists, "weights_only=True"), (Net, cut_file, "damaged"), (Net, change_a_weight, "damaged")],
+    ids=["refused", "cut", "changed"],
+)
+def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any, reason: str, tmp_path: Path) -> None:
+    """With ckpt_path="last" a file that is damaged, or refused, does not keep the run from its autosave."""
+
+    def main(*faults: Callback) -> None:
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        callbacks = [protected(every_n_train_steps=100), last, *faults]
+        fit_net(callbacks, tmp_path, module=module(), enable_checkpointing=True, ckpt_path="last")
+
+    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    spoil(tmp_path / "checkpoints/last.ckpt")
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 0 of epoch 0" in ended.output
+    [line] = [line for line in ended.output.splitlines() if "last.ckpt can't be taken" in line]
+    assert reason in line
 
 
 # Changed runs.

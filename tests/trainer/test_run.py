@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.errors import RunInUseError
+from lightning_faulttolerant.checkpoint.stores.local import LocalStore
+from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.trainer import run as run_module
 from lightning_faulttolerant.trainer.run import check_run_id, default_run_id, open_run
 
@@ -151,3 +152,16 @@ def test_second_process_is_refused(tmp_path: Path) -> None:
     finally:
         run._lock.release()
         run_module._runs.pop(run.directory)
+
+
+def test_run_that_could_not_be_opened_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error behind the lock gives it back: a second try in the same process is not refused as a second run."""
+
+    def fails(store: LocalStore) -> None:
+        raise OSError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "abort_uploads", fails)
+        with pytest.raises(CheckpointError, match="the network is down"):
+            open_run(tmp_path, "again")
+    open_run(tmp_path, "again")
