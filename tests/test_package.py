@@ -32,9 +32,9 @@ def test_the_runtime_dependencies_are_the_declared_four() -> None:
     }
 
 
-def test_the_extras_are_those_that_the_makefile_installs() -> None:
-    """There is an extra for development and one for the demo."""
-    assert set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])) == {"dev", "demo"}
+def test_extras() -> None:
+    """There is an extra for development, one for the demo, and one for each kind of object store."""
+    assert set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])) == {"dev", "demo", "gs", "s3"}
 
 
 def test_python_and_license_are_declared() -> None:
