@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+
+_logger = logging.getLogger(__name__)
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -65,9 +68,14 @@ class Staging:
 
         def reserve() -> None:
             self._free = {}
-            for num_bytes, pinned in sizes:
-                memory = _make_bytes(num_bytes, pinned=pinned).fill_(0)
-                self._free.setdefault((num_bytes, pinned), []).append(memory.untyped_storage())
+            try:
+                for num_bytes, pinned in sizes:
+                    memory = _make_bytes(num_bytes, pinned=pinned).fill_(0)
+                    self._free.setdefault((num_bytes, pinned), []).append(memory.untyped_storage())
+            except (RuntimeError, MemoryError) as error:
+                # Nothing is lost by it. If there is too little memory for the copy too, that will say so.
+                self._free = {}
+                _logger.debug("No memory could be reserved for copies: %s", error)
 
         return reserve
 
