@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+
+_logger = logging.getLogger(__name__)
 
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -81,10 +84,15 @@ class Staging:
 
         def reserve() -> None:
             self._free = {}
-            for layout in firsts.values():
-                new = _make(layout)
-                torch.empty(0, dtype=torch.uint8, device="cpu").set_(new.untyped_storage()).fill_(0)
-                self._free.setdefault(layout, []).append(new)
+            try:
+                for layout in firsts.values():
+                    new = _make(layout)
+                    torch.empty(0, dtype=torch.uint8, device="cpu").set_(new.untyped_storage()).fill_(0)
+                    self._free.setdefault(layout, []).append(new)
+            except (RuntimeError, MemoryError) as error:
+                # Nothing is lost by it. If there is too little memory for the copy too, that will say so.
+                self._free = {}
+                _logger.debug("No memory could be reserved for copies: %s", error)
 
         return reserve
 

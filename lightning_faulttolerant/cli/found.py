@@ -143,10 +143,19 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
     if not stat.S_ISDIR(os.stat(directory).st_mode):
         raise NotADirectoryError(f"{directory} is a file, not a directory")
     os.scandir(directory).close()  # os.walk would find nothing where it may not look
-    for folder, folders, names in os.walk(directory, onerror=lambda error: problems.append(str(error))):
+
+    def note(error: OSError) -> None:
+        # What a run that goes on has deleted meanwhile is no problem; a link to nothing is one.
+        if not isinstance(error, FileNotFoundError) or os.path.islink(error.filename):
+            problems.append(str(error))
+
+    for folder, folders, names in os.walk(directory, onerror=note):
         if MANIFEST_NAME in names:
             folders.clear()
-            yield _local_directory(folder)
+            try:
+                yield _local_directory(folder)
+            except OSError as error:
+                note(error)
             continue
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in filter(_is_checkpoint, names):
@@ -154,7 +163,7 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
             try:
                 status = os.stat(path)
             except OSError as error:
-                problems.append(str(error))
+                note(error)
                 continue
             if stat.S_ISREG(status.st_mode):
                 yield FoundFile(

@@ -13,7 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
+from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.trainer import compat
@@ -112,31 +113,42 @@ def _is_further(ours: Mapping[str, Any], path: str) -> bool:
     one that can't be taken, damaged or refused by ``weights_only=True``: the fit would fail, at each start again.
     """
     try:
-        theirs = load(path)
+        theirs, is_refused = _content_of(path)
         part = theirs.get(KEY)
         if progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part):
             return True
         verify_path(path)
+        if not is_refused:
+            return False
+        reason = "It holds an object that torch.load(weights_only=True) refuses."
     except (FileNotFoundError, IsADirectoryError):
         return False
     except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
-        _log.warning(
-            "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the same,"
-            " pass FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
-            path, _why_not(path, error),
-        )  # fmt: skip
-        return True
-    return False
+        reason = _damage_of(path) or f"{type(error).__name__}: {error}."
+    _log.warning(
+        "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the same, pass"
+        " FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
+        path, reason,
+    )  # fmt: skip
+    return True
 
 
-def _why_not(path: str, error: Exception) -> str:
+def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
+    """Return what a checkpoint holds, or only describes, and whether ``weights_only=True`` refuses it."""
+    try:
+        return load(path), False
+    except pickle.UnpicklingError:
+        with open_file(path) as file:
+            content: Mapping[str, Any] = read_summary(file, name=path).content
+        return content, True
+
+
+def _damage_of(path: str) -> str | None:
     try:
         verify_path(path)
     except (OSError, CheckpointError) as damage:
         return str(damage)
-    if isinstance(error, pickle.UnpicklingError):
-        return "It holds an object that torch.load(weights_only=True) refuses."
-    return f"{type(error).__name__}: {error}."
+    return None
 
 
 def _can_be_exact(part: Mapping[str, Any] | None) -> bool:

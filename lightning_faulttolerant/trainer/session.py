@@ -18,7 +18,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
-from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
+from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored, write_atomically
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
@@ -151,7 +151,8 @@ class Session:
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
-                original(checkpoint_path, *args, **kwargs)
+                with own_file_restored(self._trainer):
+                    original(checkpoint_path, *args, **kwargs)
                 return
             self._has_started = True
             if self._choice is None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, write_manifest
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.cli import found as finding
 from tests.cli.checkpoints import call, checkpoint, flip, foreign, save, save_series
 
@@ -219,3 +221,28 @@ def test_on_a_narrow_terminal_long_names_are_shortened(
     lines = call(capsys, "list", tmp_path).lines
     assert any("..." in line and line.strip().startswith("autosave-") for line in lines)
     assert max(map(len, lines[1:])) <= 90
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_what_is_deleted_while_the_directory_is_looked_through_is_no_problem(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """A file, a directory with a manifest and a folder that go between two looks are left out, with status 0."""
+    save_series(tmp_path / "run/fit-1", 2)
+    (tmp_path / "sharded").mkdir()
+    walk = os.walk
+
+    def walked(top: str, **options: Any) -> Any:
+        for folder, folders, files in walk(top, **options):
+            if folder == str(tmp_path):
+                folders.append("gone")
+                files.append("gone.ckpt")
+            if folder == str(tmp_path / "sharded"):
+                files.append(MANIFEST_NAME)
+            yield folder, folders, files
+
+    monkeypatch.setattr(os, "walk", walked)
+    found = call(capsys, command, tmp_path)
+    assert (found.status, found.err) == (0, "")
+    assert "autosave-00000002" in found.out
+    assert "gone" not in found.out

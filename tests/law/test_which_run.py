@@ -303,6 +303,21 @@ def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any
     assert reason in line
 
 
+@pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
+def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
+    """Where our autosave is further on, nobody is told at each start that the other file can't be taken."""
+
+    def main(*faults: Callback) -> None:
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        fit_net([protected(), last, *faults], tmp_path, module=ArgsNet(), enable_checkpointing=True, ckpt_path="last")
+
+    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    ended = run(main, seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 6 of epoch 0" in ended.output
+    assert "can't be taken" not in ended.output
+
+
 # Changed runs.
 
 CHANGES = {

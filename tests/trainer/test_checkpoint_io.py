@@ -6,6 +6,7 @@ import argparse
 import functools
 import http.server
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
 
@@ -338,3 +339,32 @@ def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
     trainer = fit_net(callbacks, tmp_path, module=Tested(), enable_checkpointing=True, max_epochs=1)
     [results] = trainer.test(ckpt_path="best", dataloaders=DataLoader(NoisyDataset(4)))
     assert "tested" in results
+
+
+class Sought(Configured):
+    """Has a learning rate that can be searched for."""
+
+    def __init__(self, space: Any = None) -> None:
+        super().__init__(space)
+        self.lr = 0.01
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.lr)
+
+
+def test_finder_restores_what_it_saved_as_without_us(tmp_path: Path) -> None:
+    """What a finder has just written itself is read as Lightning reads it, whatever the hyperparameters hold."""
+
+    def fit(callbacks: list[Callback], name: str) -> tuple[str, Any]:
+        (tmp_path / name).mkdir()
+        seed_everything(1, verbose=False)
+        module = Sought(argparse.Namespace(a=1))
+        try:
+            fit_net([LearningRateFinder(num_training_steps=5), *callbacks], tmp_path / name, module=module)
+        except pickle.UnpicklingError:
+            return "refused", None
+        return "trained", [parameter.tolist() for parameter in module.parameters()]
+
+    without = fit([], "without")
+    assert without[0] == ("refused" if compat.HAS_WEIGHTS_ONLY else "trained")  # since 2.6 Lightning itself refuses
+    assert fit([FaultTolerance(tmp_path / "autosaves", strict=False)], "with") == without

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ def part_of(path: str | None) -> Mapping[str, Any] | None:
         return None
     try:
         part: Mapping[str, Any] | None = load(path).get(KEY)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
         _log.debug("%s can't be read: %s", path, error)
         return None
     return part

@@ -1,0 +1,28 @@
+"""Our part of a file that may be damaged: it is there, or it is not."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_faulttolerant.trainer.files.parts import KEY, part_of
+
+
+@pytest.mark.filterwarnings("ignore")  # a pickle that is garbled may name what torch has given up
+def test_damaged_file_has_no_part(tmp_path: Path) -> None:
+    """Whichever byte of the pickle is another one, reading raises nothing."""
+    path = tmp_path / "a.ckpt"
+    torch.save({KEY: {"version": 1, "names": ["a", "b"]}, "weight": torch.zeros(2)}, path)
+    assert part_of(str(path)) == {"version": 1, "names": ["a", "b"]}
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        pickled = next(record for record in archive.infolist() if record.filename.endswith("data.pkl"))
+    begin = pickled.header_offset + 64
+    num_unreadable = 0
+    for position in range(begin, begin + pickled.file_size):
+        path.write_bytes(content[:position] + b"\xff" + content[position + 1 :])
+        num_unreadable += part_of(str(path)) is None
+    assert num_unreadable > pickled.file_size / 4
