@@ -125,7 +125,7 @@ def test_files_are_summed_by_all_ranks_in_equal_parts(tmp_path):
 
 
 def test_file_that_one_rank_does_not_see_yet_is_part_of_the_checkpoint(tmp_path, monkeypatch):
-    """On a network file system a listing may be old: what any rank sees must be in the manifest, or nothing holds it."""
+    """On a network file system a listing may be old: what any rank sees must be in the manifest."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out")
