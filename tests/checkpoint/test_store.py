@@ -190,7 +190,8 @@ def test_upload_that_raises_leaves_no_parts(s3: str, bucket: Callable[..., Any],
     assert "Uploads" not in bucket("list_multipart_uploads")
 
 
-def _damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
+def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
+    """Let an upload to S3 send other bytes than it was given."""
     data = damage(upload._file.buffer.getvalue())
     upload._file.buffer = io.BytesIO()
     upload._file.buffer.write(data)
@@ -221,7 +222,7 @@ def test_upload_that_arrives_damaged_is_set_aside(
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
-        _damage_what_is_not_sent_yet(self, damage)
+        damage_what_is_not_sent_yet(self, damage)
         real(self)
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
@@ -333,8 +334,9 @@ def test_upload_is_verified_without_reading_it(s3: str, monkeypatch: pytest.Monk
         write(s3, "small", bytes(100))
         write(s3, "large", bytes(6 * MIB))
     methods = [method for method, _ in calls]
+    assert methods.count("head_object") == 2
     assert "get_object" not in methods
-    assert methods[0] == "put_object", "a small file is one request"
+    assert methods[:2] == ["put_object", "head_object"], "a small file is one request"
 
 
 def test_etags_that_are_no_md5_are_not_taken_for_damage(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +369,7 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
-        _damage_what_is_not_sent_yet(self, lambda data: data[:3])
+        damage_what_is_not_sent_yet(self, lambda data: data[:3])
         real(self)
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)

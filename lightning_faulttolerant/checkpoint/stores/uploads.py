@@ -165,10 +165,10 @@ class _S3Upload:
         return self._parts.etag(is_multipart=self._is_multipart)
 
     def find_damage(self) -> str | None:
-        if self._answered_etag == self._etag():
-            # To be asked again is no better: by then another writer may have put a file of its own there.
-            return None
         bucket, head = self._fs.split_path(self._path)[0], self._head()
+        if self._answered_etag == self._etag() != head["ETag"].strip('"'):
+            _logger.warning("Another writer has put a file of its own to s3://%s since", self._path)
+            return None
         if head["ContentLength"] != self._parts.num_bytes:
             return _describe_size(head["ContentLength"], self._parts.num_bytes)
         etag, expected = head["ETag"].strip('"'), self._etag()
