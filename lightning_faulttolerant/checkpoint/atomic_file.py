@@ -30,6 +30,10 @@ _tokens: dict[int, str] = {}
 _MAX_TARGET_NAME_BYTES = 120
 
 
+ABANDONED_AFTER_SECONDS = 3600.0
+"""Nobody can tell whether a writer on another host is alive: after so long without a change it is taken for dead."""
+
+
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str], *, fsync: bool = True) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the place of ``path`` when the block ends, and vanishes if the block raises.

@@ -11,7 +11,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar
 
 from lightning_faulttolerant.checkpoint.atomic_file import fsync_directory
@@ -155,8 +155,9 @@ def commit_files(
     """
     root = Path(directory)
     if fsync:
-        for folder in sorted({(root / name).parent for name in files}, reverse=True):
-            fsync_directory(folder)
+        folders = {folder for name in files for folder in PurePosixPath(name).parents}  # also those without a file
+        for folder in sorted(folders, reverse=True):
+            fsync_directory(root / folder)
     manifest = Manifest(files=files, metadata=metadata or {})
     save_manifest(root, manifest, fsync=fsync)
     if fsync:

@@ -151,7 +151,9 @@ class AtomicDirectory:
         """
         path = self._path_of(checkpoint_directory)
         self._end(path, metadata=metadata or {}, completes=True)
-        shares = self._by_master("deal", lambda: deal_files(path, list_files(path), num_shares=self._ranks.num_ranks))
+        # On a network file system one rank's listing may be old: a file counts if any rank sees it.
+        names = set().union(*together(self._ranks, "list", lambda: list_files(path)))
+        shares = self._by_master("deal", lambda: deal_files(path, names, num_shares=self._ranks.num_ranks))
         summed = together(self._ranks, "sum", lambda: sum_files(path, shares[self._ranks.place], fsync=self._fsync))
         files = {name: entry for share in summed for name, entry in share.items()}
         self._by_master("commit", lambda: self._commit(path, files, metadata or {}))

@@ -12,13 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic_file import is_alive, this_machine
+from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, is_alive, this_machine
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.errors import CheckpointError
-
-# Whether a writer on another host is alive nobody here can know: it is taken for dead when it has been still this long.
-_ABANDONED_AFTER_SECONDS = 3600.0
 
 # What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
 being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -103,7 +100,7 @@ def is_abandoned(path: Path) -> bool:
     except FileNotFoundError:  # its writer is at work, or another one removes it
         return False
     if owner.get("hostname") != _hostname() or owner.get("machine", "") != this_machine():
-        return time.time() - last_change > _ABANDONED_AFTER_SECONDS
+        return time.time() - last_change > ABANDONED_AFTER_SECONDS
     process_id = owner.get("process_id")
     if process_id == os.getpid():  # or of an earlier process that had this id, as in containers
         return str(path) not in being_written

@@ -10,12 +10,13 @@ import contextlib
 import logging
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import flushed_meanwhile, leftovers
+from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, flushed_meanwhile, leftovers
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
@@ -247,11 +248,20 @@ class AutosaveSeries:
         return [(store, name) for store, found in listed for name in _in_order_of_leaving(found)]
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
-        for name, target in leftovers(listing.files, other_hosts=other_hosts):
-            if _AUTOSAVE_NAME.fullmatch(target) is not None:
+        surely_dead = dict(leftovers(listing.files, other_hosts=other_hosts))
+        for name, target in leftovers(listing.files, other_hosts=True):
+            if _AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
                 _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
+
+    def _is_abandoned(self, name: str) -> bool:
+        if is_url(self.directory):
+            return False
+        try:
+            return time.time() - os.stat(self.store.path(name)).st_mtime > ABANDONED_AFTER_SECONDS
+        except FileNotFoundError:
+            return False
 
 
 def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:

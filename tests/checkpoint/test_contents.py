@@ -282,6 +282,17 @@ def test_directory_that_can_not_be_listed_is_no_damage(directory):
         verify_directory(directory)
 
 
+def test_directory_that_holds_only_directories_is_on_the_disk_before_the_manifest(tmp_path):
+    """A power loss must not take the name of a directory between the root and the files of a committed checkpoint."""
+    (tmp_path / "ranks" / "0").mkdir(parents=True)
+    (tmp_path / "ranks" / "0" / "shard.bin").write_bytes(b"123")
+    with FaultyFiles(tmp_path) as files:
+        write_manifest(tmp_path)
+    commit = next(step.number for step in files.steps if step.kind == "rename")
+    synced = {step.path for step in files.steps if step.kind == "fsync_directory" and step.number < commit}
+    assert {tmp_path, tmp_path / "ranks", tmp_path / "ranks" / "0"} <= synced
+
+
 def test_each_file_and_directory_is_on_the_disk_before_the_manifest(directory, monkeypatch):
     """A power loss after the commit must find all that the manifest names: fsync of each comes first."""
     (directory / MANIFEST_NAME).unlink()

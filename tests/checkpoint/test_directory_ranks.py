@@ -124,6 +124,19 @@ def test_files_are_summed_by_all_ranks_in_equal_parts(tmp_path):
     assert on_ranks(main, tmp_path / "ranks") == [["3.bin"], ["0.bin", "1.bin", "2.bin", "4.bin", "5.bin"]]
 
 
+def test_file_that_one_rank_does_not_see_yet_is_part_of_the_checkpoint(tmp_path, monkeypatch):
+    """On a network file system a listing may be old: what any rank sees must be in the manifest."""
+
+    def main(rank):
+        saver = AtomicDirectory(tmp_path / "out")
+        seen = directory.list_files
+        if rank == 0:
+            monkeypatch.setattr(directory, "list_files", lambda path: [n for n in seen(path) if n != "rank-1.txt"])
+        return sorted(read_manifest(_save(saver, rank)).files)
+
+    assert on_ranks(main, tmp_path) == [["rank-0.txt", "rank-1.txt"]] * 2
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_error_of_one_rank_reaches_both(tmp_path, failing):
     """A rank whose disk is full while the checkpoint is completed must stop both, and publish nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -16,6 +17,7 @@ import time
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, lease
 from lightning_faulttolerant.checkpoint.atomic_file import this_machine
@@ -277,6 +279,23 @@ def test_object_is_created_exclusively(s3: str, monkeypatch: pytest.MonkeyPatch)
     with calls_of_s3(monkeypatch) as calls, pytest.raises(FileExistsError):
         RemoteStore(f"{s3}/run").create(LOCK_NAME, b"mine")
     assert [arguments["IfNoneMatch"] for _, arguments in calls] == ["*"]
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOSYS, "not here")], ids=["python", "system"])
+def test_store_that_can_not_create_exclusively_is_locked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A store that does not know an exclusive creation must not be refused: there the last of two writers stays."""
+    real = MemoryFileSystem.pipe_file
+
+    def pipe_file(self: Any, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if mode == "create":
+            raise error
+        real(self, path, value, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    with RunLease("memory://no-exclusive-creation/run") as held:
+        held.check()
 
 
 def test_lost_lock_is_noticed(remote_url: str) -> None:

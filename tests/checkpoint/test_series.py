@@ -280,14 +280,16 @@ def test_directory_named_like_an_autosave_is_not_ours(autosaves):
 
 
 def test_leftovers_of_dead_writers_go_and_those_of_the_living_stay(autosaves):
-    """A save must clean up after killed writers of this host, and only after those that are surely dead."""
+    """A save must clean up after killed writers of this host, and of others where nothing has moved for an hour."""
     autosaves.directory.mkdir(parents=True)
     host, dead = os.uname().nodename, _dead_process_id()
     gone = _leftover(autosaves.directory, host=host, process_id=dead)
     living = _leftover(autosaves.directory, host=host, process_id=os.getppid())
     elsewhere = _leftover(autosaves.directory, host="elsewhere", process_id=dead)
+    long_still = _leftover(autosaves.directory, host="node7", process_id=dead)
+    os.utime(long_still, (time.time() - 7200,) * 2)
     _save(autosaves, 0)
-    assert [path.exists() for path in (gone, living, elsewhere)] == [False, True, True]
+    assert [path.exists() for path in (gone, living, elsewhere, long_still)] == [False, True, True, False]
     autosaves.remove_all()
     assert list(autosaves.directory.iterdir()) == [living]
 

@@ -21,7 +21,7 @@ from lightning_faulttolerant.errors import (
     RunInUseError,
     UnsafeCheckpointError,
 )
-from tests.checkpoint.test_store import calls_of_s3, read, write
+from tests.checkpoint.test_store import calls_of_s3, damage_what_is_not_sent_yet, read, write
 from tests.s3 import client
 
 FORK = multiprocessing.get_context("fork")
@@ -174,8 +174,8 @@ def test_damaged_upload_keeps_what_is_there(s3: str, s3_endpoint: str, monkeypat
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
+        damage_what_is_not_sent_yet(self, lambda data: data[:-1] + b"x")
         real(self)
-        flip_a_byte(f"s3://{self._path}")
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match="did not arrive as it was sent"):

@@ -182,7 +182,7 @@ def test_default_device_is_not_where_the_copy_goes() -> None:
 def test_memory_that_cannot_be_reserved_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """To reserve only saves time: where it fails nothing is raised, and a copy is made all the same."""
 
-    def fails(num_bytes: int, *, pinned: bool) -> Tensor:
+    def fails(layout: object) -> Tensor:
         raise RuntimeError("can't allocate memory")
 
     staging = Staging()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -189,6 +190,29 @@ def test_upload_that_raises_leaves_no_parts(s3: str, bucket: Callable[..., Any],
     assert "Uploads" not in bucket("list_multipart_uploads")
 
 
+def damage_what_is_not_sent_yet(upload: Any, damage: Callable[[bytes], bytes]) -> None:
+    """Let an upload to S3 send other bytes than it was given."""
+    data = damage(upload._file.buffer.getvalue())
+    upload._file.buffer = io.BytesIO()
+    upload._file.buffer.write(data)
+
+
+def test_file_that_another_writer_puts_in_the_place_of_ours_is_no_damage(
+    s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two writers of one URL none may take the other's file for its own, damaged, and move it away."""
+    real = uploads._S3Upload.publish
+
+    def publish_first(self: Any) -> None:
+        real(self)
+        bucket("put_object", Key="run/a", Body=b"theirs")
+
+    monkeypatch.setattr(uploads._S3Upload, "publish", publish_first)
+    write(f"{s3}/run", "a", b"ours, of another length")
+    assert open_store(f"{s3}/run").names() == ["a"]
+    assert read(f"{s3}/run/a") == b"theirs"
+
+
 @pytest.mark.parametrize("num_bytes", [100, 6 * MIB])
 @pytest.mark.parametrize("damage", [lambda data: b"\1" + data[1:], lambda data: data[:-1]], ids=["flipped", "short"])
 def test_upload_that_arrives_damaged_is_set_aside(
@@ -198,8 +222,8 @@ def test_upload_that_arrives_damaged_is_set_aside(
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
+        damage_what_is_not_sent_yet(self, damage)
         real(self)
-        bucket("put_object", Key="run/a", Body=damage(bytes(num_bytes)))
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match=r"did not arrive as it was sent.*s3://.*/run/a\.damaged"):
@@ -340,11 +364,13 @@ def test_encrypted_object_that_lost_bytes_is_set_aside(
     s3: str, bucket: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the ETag says nothing the size still does."""
+    monkeypatch.setattr(uploads._Parts, "etag", lambda self, *, is_multipart: "0" * 32)
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}})
     real = uploads._S3Upload.publish
 
     def publish_damaged(self: Any) -> None:
+        damage_what_is_not_sent_yet(self, lambda data: data[:3])
         real(self)
-        bucket("put_object", Key="a", Body=b"123", ServerSideEncryption="aws:kms")
 
     monkeypatch.setattr(uploads._S3Upload, "publish", publish_damaged)
     with pytest.raises(DamagedCheckpointError, match="it has 3 bytes, 4 were sent"):

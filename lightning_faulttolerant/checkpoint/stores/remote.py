@@ -158,14 +158,16 @@ class RemoteStore:
         Raises:
             FileExistsError: If it is there.
         """
-        try:
-            with self._opened(name) as (fs, path):
-                fs.invalidate_cache()
+        with self._opened(name) as (fs, path):
+            fs.invalidate_cache()
+            try:
                 fs.pipe_file(path, content, mode="create")
-        except (NotImplementedError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
-                raise
-            self.replace(name, content)
+            except (NotImplementedError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+                    raise
+            else:
+                return
+        self.replace(name, content)
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a small file, over the one that is there."""

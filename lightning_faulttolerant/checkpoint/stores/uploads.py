@@ -124,6 +124,16 @@ class _S3Upload:
         self._file = fs.open(path, "wb", autocommit=False)
         # The file sends a part as soon as it has this many bytes: written in such pieces, the parts are ours to hash.
         self._parts = _Parts(self._file.blocksize)
+        self._answered_etag: str | None = None
+        call = self._file._call_s3
+
+        def note_etag(method: str, *args: Any, **arguments: Any) -> Any:
+            answer = call(method, *args, **arguments)
+            if method in ("put_object", "complete_multipart_upload"):
+                self._answered_etag = answer.get("ETag", "").strip('"')
+            return answer
+
+        self._file._call_s3 = note_etag
 
     def write(self, piece: memoryview) -> None:
         for part in self._parts.split(piece):
@@ -156,6 +166,9 @@ class _S3Upload:
 
     def find_damage(self) -> str | None:
         bucket, head = self._fs.split_path(self._path)[0], self._head()
+        if self._answered_etag == self._etag() != head["ETag"].strip('"'):
+            _logger.warning("Another writer has put a file of its own to s3://%s since", self._path)
+            return None
         if head["ContentLength"] != self._parts.num_bytes:
             return _describe_size(head["ContentLength"], self._parts.num_bytes)
         etag, expected = head["ETag"].strip('"'), self._etag()
