@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -33,8 +35,18 @@ def s3_endpoint() -> Iterator[str]:
         yield endpoint
 
 
+@pytest.fixture(scope="module")
+def _s3_clients() -> Iterator[None]:
+    """Let s3fs's clients go behind the tests that used them: in a process forked later each waits for its thread."""
+    yield
+    s3fs = sys.modules.get("s3fs")
+    if s3fs is not None:
+        s3fs.S3FileSystem.clear_instance_cache()
+        gc.collect()
+
+
 @pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3(s3_endpoint: str, _s3_clients: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty bucket, with the credentials in the environment."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": s3_endpoint}.items():
         monkeypatch.setenv(name, value)

@@ -7,6 +7,7 @@ has imported everything.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -199,6 +200,8 @@ def fork_and_run(main: Callable[[], Any], *, output: Path, seed: int) -> int:
     if process_id:
         return process_id
     code = 1
+    # What the parent has left over is not to be collected here: a finalizer may wait for a thread that was not forked.
+    gc.freeze()
     try:
         os.setsid()
         _print_to(output)
