@@ -76,6 +76,7 @@ def test_killed_at_each_step_of_a_save(writer, fault, directory):
     assert _kill_at_each_step(writer, directory, fault, num_before=3) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", ["other"], indirect=True)
 def test_killed_at_each_step_of_a_directory(directory):
     """The same must hold for checkpoints of several files, which take many steps."""

@@ -106,7 +106,7 @@ def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
 
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("kill", "batch"), [(13, 5), (15, 7), (16, 0)])
+@pytest.mark.parametrize(("kill", "batch"), [(13, 5), pytest.param(15, 7, marks=pytest.mark.slow), (16, 0)])
 def test_loaders_asked_for_anew(kill: int, batch: int, every: int, num_workers: int) -> None:
     """With ``reload_dataloaders_every_n_epochs`` they are asked for in the same epochs."""
     cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, batch))
@@ -141,7 +141,7 @@ LIMITS: dict[str, tuple[Callable[[int], Any], Any]] = {
 
 
 @each_num_workers
-@pytest.mark.parametrize("kill", [3, 15, 16])
+@pytest.mark.parametrize("kill", [3, pytest.param(15, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("name", LIMITS)
 def test_limited_training_batches(name: str, kill: int, num_workers: int) -> None:
     """The last batch of an epoch ends it, and the next epochs have all their batches."""
@@ -161,7 +161,7 @@ def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) ->
 
 @each_num_workers
 @pytest.mark.parametrize("overfit", [8, 0.5])
-@pytest.mark.parametrize("kill", [3, 15])
+@pytest.mark.parametrize("kill", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_overfit_batches(kill: int, overfit: float, num_workers: int) -> None:
     """The same batches in every epoch, unshuffled, each with its own noise."""
     cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))

@@ -181,7 +181,7 @@ def fit_every_metric(callbacks: list[Callback], directory: Path, **arguments: An
     )
 
 
-@pytest.mark.parametrize("kill", [2, 4, 8])
+@pytest.mark.parametrize("kill", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_every_metric(kill: int) -> None:
     """Every kind of metric, logged in every way, is what it would have been, step by step and at the end."""
     [cost] = assert_resumes_exactly(fit_every_metric, [KillAt(kill)], options=EVERY_STEP)
@@ -198,7 +198,10 @@ def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize(("kill", "signum"), [(2, signal.SIGKILL), (5, signal.SIGTERM), (8, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("kill", "signum"),
+    [(2, signal.SIGKILL), pytest.param(5, signal.SIGTERM, marks=pytest.mark.slow), (8, signal.SIGTERM)],
+)
 def test_every_metric_cut_between_validation_batches(signum: int, kill: int) -> None:
     """Killed or stopped inside the first or the second validation run of an epoch, it is run whole."""
     fault = SecondValidationBatch(kill, hook="validation", signum=signum)

@@ -152,7 +152,16 @@ class TwoValidations(Net):
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
-@pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (6, (0, 6)), (8, (1, 0)), (13, (1, 5))])
+@pytest.mark.parametrize(
+    ("kill", "goes_on_at"),
+    [
+        pytest.param(2, (0, 2), marks=pytest.mark.slow),
+        (4, (0, 4)),
+        pytest.param(6, (0, 6), marks=pytest.mark.slow),
+        (8, (1, 0)),
+        pytest.param(13, (1, 5), marks=pytest.mark.slow),
+    ],
+)
 def test_two_validation_loaders_twice_an_epoch(kill: int, goes_on_at: tuple[int, int]) -> None:
     """With validation in the middle of the epoch, each validation runs once on each of its two loaders."""
     assert_goes_on(
