@@ -21,9 +21,25 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the laws, which fork most: a fork takes the longer the more memory other tests have left in use."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/law/"))
+    """Begin with the laws, of which half the cases are slow tests where there are four or more.
+
+    They fork most, and a fork takes the longer the more memory other tests have left in use.
+    """
+    items.sort(key=lambda item: not _is_law(item))
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _is_law(item) and item.get_closest_marker("slow") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        for number, item in enumerate(same if len(same) >= 4 else []):
+            if number.bit_count() % 2:  # of two parameters with two values each, both values of both are kept
+                item.add_marker(pytest.mark.slow)
+
+
+def _is_law(item: pytest.Item) -> bool:
+    return item.nodeid.startswith("tests/law/")
 
 
 def pytest_collection_finish() -> None:
