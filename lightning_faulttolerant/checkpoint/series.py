@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, flushed_meanwhile, leftovers
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
@@ -24,8 +25,6 @@ from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckp
 
 _logger = logging.getLogger(__name__)
 
-_AUTOSAVE_NAME = re.compile(r"autosave-(?P<sequence>\d{8,})-epoch=\d+-batch=\d+\.ckpt(?P<damaged>\.damaged)?")
-_SUPERSEDED_NAME = re.compile(r"superseded-(?P<number>\d{4,})-.+")
 _LABEL = re.compile(r"[\w.=+-]+")
 
 _Content = TypeVar("_Content")
@@ -241,7 +240,7 @@ class AutosaveSeries:
         return self.store.path(f"{name}.damaged")
 
     def _superseded(self, listing: Listing) -> list[Store]:
-        return [self.store.folder(name) for name in listing.folders if _SUPERSEDED_NAME.fullmatch(name) is not None]
+        return [self.store.folder(name) for name in listing.folders if SUPERSEDED_NAME.fullmatch(name) is not None]
 
     def _all_files(self, listing: Listing) -> list[tuple[Store, str]]:
         listed = [*((folder, folder.listing()) for folder in self._superseded(listing)), (self.store, listing)]
@@ -250,7 +249,7 @@ class AutosaveSeries:
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
         surely_dead = dict(leftovers(listing.files, other_hosts=other_hosts))
         for name, target in leftovers(listing.files, other_hosts=True):
-            if _AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
+            if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
                 _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
@@ -275,7 +274,7 @@ def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
 
 
 def _autosaves(listing: Listing, *, damaged: bool = False) -> list[str]:
-    found = ((name, _AUTOSAVE_NAME.fullmatch(name)) for name in listing.files)
+    found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in listing.files)
     return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
 
 
@@ -285,10 +284,10 @@ def _in_order_of_leaving(listing: Listing) -> list[str]:
 
 
 def _sequence(name: str) -> int:
-    match = _AUTOSAVE_NAME.fullmatch(name)
+    match = AUTOSAVE_NAME.fullmatch(name)
     return int(match["sequence"]) if match else 0
 
 
 def _superseded_number(name: str) -> int:
-    match = _SUPERSEDED_NAME.fullmatch(name)
+    match = SUPERSEDED_NAME.fullmatch(name)
     return int(match["number"]) if match else 0

@@ -22,16 +22,8 @@ def remote_errors(path: str) -> Iterator[None]:
         return
     from lightning_faulttolerant.checkpoint.stores import file_systems
 
-    named = None
     with file_systems.remote_errors(path):
-        try:
-            yield
-        except OSError as error:
-            if error.filename is None:
-                raise
-            named = error  # the store has done so already
-    if named is not None:
-        raise named
+        yield
 
 
 def reason_of(error: OSError | FaultToleranceError) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.cli.errors import remote_errors
@@ -21,11 +22,6 @@ SUPERSEDED = "superseded"
 CHECKPOINT = "checkpoint"
 DIRECTORY = "directory"
 
-# As AutosaveSeries writes them.
-_AUTOSAVE_NAME = re.compile(
-    r"autosave-(?P<sequence>\d{8,})-epoch=(?P<epoch>\d+)-batch=(?P<batch>\d+)\.ckpt(?P<damaged>\.damaged)?"
-)
-_SUPERSEDED_NAME = re.compile(r"superseded-\d{4,}-.+")
 # As AtomicDirectory renames them.
 _DIRECTORY_ASIDE = re.compile(r".+_checkpoint_\d+(_force)?\.(damaged|uncommitted)(-\d+)?")
 _SUFFIX = ".ckpt"
@@ -61,7 +57,7 @@ class FoundFile:
         """What it is, as far as its name and directory say."""
         if self.is_directory:
             return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
-        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        match = AUTOSAVE_NAME.fullmatch(self.name)
         if match is None:
             return CHECKPOINT
         if match["damaged"]:
@@ -71,13 +67,13 @@ class FoundFile:
     @property
     def sequence(self) -> int:
         """The number of an autosave in its series, 0 of any other file."""
-        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        match = AUTOSAVE_NAME.fullmatch(self.name)
         return int(match["sequence"]) if match else 0
 
     @property
     def place(self) -> tuple[int, int] | None:
         """Epoch and batch in the name of an autosave."""
-        match = _AUTOSAVE_NAME.fullmatch(self.name)
+        match = AUTOSAVE_NAME.fullmatch(self.name)
         return (int(match["epoch"]), int(match["batch"])) if match else None
 
 
@@ -119,7 +115,7 @@ def is_superseded(folder: str) -> bool:
     Args:
         folder: Path or URL.
     """
-    return _SUPERSEDED_NAME.fullmatch(folder.rstrip("/").rpartition("/")[2]) is not None
+    return SUPERSEDED_NAME.fullmatch(folder.rstrip("/").rpartition("/")[2]) is not None
 
 
 def find_checkpoints(directory: str) -> Found:
@@ -225,7 +221,7 @@ def _size(info: dict[str, Any]) -> int:
 
 
 def _is_checkpoint(name: str) -> bool:
-    return not name.startswith(".") and (name.endswith(_SUFFIX) or _AUTOSAVE_NAME.fullmatch(name) is not None)
+    return not name.startswith(".") and (name.endswith(_SUFFIX) or AUTOSAVE_NAME.fullmatch(name) is not None)
 
 
 def _saved_at(info: dict[str, Any]) -> float | None:

@@ -107,8 +107,8 @@ def remote_errors(url: str) -> Iterator[None]:
 
 
 def _as_os_error(error: Exception, url: str) -> OSError:
-    if isinstance(error, OSError) and error.filename == url:  # it was made here, for a block around this one
-        return error
+    if isinstance(error, OSError) and "://" in str(error.filename):
+        return error  # it was made here, for a block within this one
     text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno and not str(error) else str(error)
     for kind, number in _ERRNOS.items():
         if isinstance(error, kind):
