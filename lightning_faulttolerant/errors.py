@@ -7,7 +7,8 @@
     │   ├── DamagedCheckpointError      a file does not verify
     │   ├── NoValidCheckpointError      there are autosaves, but none verifies
     │   ├── UnsafeCheckpointError       a key would not load with weights_only=True
-    │   └── RunInUseError               another process writes into this run's directory
+    │   ├── RunInUseError               another process writes into this run's directory
+    │   └── RanksLostError              ranks could not do together what they must do together
     ├── NotExactError               something can't be captured or restored exactly
     │   └── FingerprintMismatchError    the run that resumes is not the run that saved
     └── UnsupportedTrainerError     the Trainer is one that this package can't serve
@@ -42,6 +43,10 @@ class UnsafeCheckpointError(CheckpointError):
 
 class RunInUseError(CheckpointError):
     """Another process writes into the directory of this run."""
+
+
+class RanksLostError(CheckpointError):
+    """The ranks of a run could not agree: one is gone, does not answer in time, or is at another step."""
 
 
 class NotExactError(FaultToleranceError):

@@ -1,8 +1,4 @@
-"""The ranks that share a series of directories: they do each step together, or all of them raise.
-
-What they tell one another goes over a gloo group of its own, with a time limit: no device is touched, a dead rank is an
-error on the others, and so is a failure on any of them.
-"""
+"""The ranks that share a series of directories: they do each step together, or all of them raise."""
 
 from __future__ import annotations
 
@@ -14,7 +10,8 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch.distributed as dist
 
-from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.checkpoint.channel import Channel
+from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 
 _Result = TypeVar("_Result")
 
@@ -65,47 +62,35 @@ class Grouped:
 
     def __init__(self, group: Any, timeout: timedelta) -> None:
         self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._timeout = timeout
         self.num_ranks = len(self._ranks)
-        self.place = self._ranks.index(dist.get_rank())
         try:
-            # Of its own: the default group may be NCCL, which knows no objects on the CPU, and has a time limit of its
-            # own. Ranks outside of the group don't take part.
-            self._channel = dist.new_group(self._ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-        except RuntimeError as error:
-            raise self._silence(error) from error
+            self._channel = Channel(self._ranks, timeout)
+        except RanksLostError as error:
+            raise _lost(error) from error
+        self.place = self._channel.place
 
     def gather(self, step: str, value: Any) -> list[Any]:
         """Tell the others, who are at the same step, and learn from each, in order.
 
         Raises:
-            CheckpointError: If a rank has died, does not answer in time, or is at another step.
+            RanksLostError: If a rank has died, does not answer in time, or is at another step.
         """
-        answers: list[Any] = [None] * self.num_ranks
         try:
-            dist.all_gather_object(answers, (step, value), group=self._channel)
-        except RuntimeError as error:
-            raise self._silence(error) from error
-        if any(other != step for other, _ in answers):
-            steps = ", ".join(f"{self.label(place)} is at {other!r}" for place, (other, _) in enumerate(answers))
-            raise CheckpointError(
-                f"The ranks have lost each other: {steps}. All of them must call the methods of a saver in the same "
-                "order; a rank that failed in between ends its checkpoint with abort()."
-            )
-        return [answer for _, answer in answers]
+            return self._channel.to_all(step, value)
+        except RanksLostError as error:
+            raise _lost(error) from error
 
     def label(self, place: int) -> str:
         """Name a rank by its number in the default group."""
         return f"rank {self._ranks[place]}"
 
-    def _silence(self, error: RuntimeError) -> CheckpointError:
-        reason = str(error).splitlines()[0]
-        return CheckpointError(
-            f"{self.label(self.place)} could not agree with the other ranks on a checkpoint: {reason} One of them has "
-            f"died, has failed before it came here, or took longer than {self._timeout}. Nothing was committed by this "
-            "step. Look for the first error of the other ranks. A rank that can't finish its part of a checkpoint "
-            "should call abort(), then the others needn't wait."
-        )
+
+def _lost(error: RanksLostError) -> RanksLostError:
+    return RanksLostError(
+        f"The ranks could not agree on a checkpoint: {error}. Nothing was committed by this step. Look for the first"
+        " error of the other ranks. All of them must call the methods of a saver in the same order; a rank that can't"
+        " finish its part of a checkpoint should call abort(), then the others needn't wait."
+    )
 
 
 def find_ranks(strategy: str, group: Any, timeout: timedelta) -> tuple[Ranks, int]:

@@ -196,7 +196,7 @@ def test_dead_rank_is_an_error_on_the_other(tmp_path):
 
     dead, answer = on_ranks(main, tmp_path / "ranks")
     assert dead == "dead"
-    assert answer.startswith("CheckpointError: rank 1 could not agree with the other ranks")
+    assert answer.startswith("RanksLostError: The ranks could not agree on a checkpoint: rank 1 had no answer at 'end'")
     assert AtomicDirectory(tmp_path / "out").latest() is None
 
 
