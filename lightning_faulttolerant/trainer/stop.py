@@ -83,14 +83,11 @@ class StopSignals:
     Args:
         signals: Which.
         grace_seconds: How long after the first one the process has to end.
-        requeue_signal: The one of them, if any, for which the SLURM job is queued again.
     """
 
-    def __init__(
-        self, signals: Iterable[signal.Signals], *, grace_seconds: float, requeue_signal: signal.Signals | None = None
-    ) -> None:
-        self._signals = tuple(dict.fromkeys([*signals, *([] if requeue_signal is None else [requeue_signal])]))
-        self._requeue_signal = requeue_signal
+    def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
+        self._signals = tuple(signals)
+        self._requeue_signal: signal.Signals | None = None
         self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._installed = threading.Event()
@@ -105,17 +102,25 @@ class StopSignals:
         """Whether the main thread may be interrupted: another rank may wait for it in a collective."""
         self.save_seconds: Callable[[], float] = lambda: 0.0
         """Gives how long a save takes, from those before."""
+        self.announced_seconds: Callable[[], float] = lambda: 0.0
+        """Gives how long the SLURM job may still run, when its end is announced."""
         self.before_hard_end: Callable[[StopReason], None] = lambda reason: None
         self.broke_fetch = False
         self.fetch_began: float | None = None
         """When the fetch that is under way began, if its batch comes from workers."""
 
-    def install(self, original_handlers: Mapping[int, Any]) -> None:
-        """Take over the signals; `original_handlers` are those to call besides, and what `uninstall` leaves alone."""
+    def install(self, original_handlers: Mapping[int, Any], *, requeue_signal: signal.Signals | None = None) -> None:
+        """Take over the signals.
+
+        Args:
+            original_handlers: Those to call besides, and what `uninstall` leaves alone.
+            requeue_signal: One more signal, for which the SLURM job is queued again.
+        """
         if threading.current_thread() is not threading.main_thread():
             _log.warning("Stop signals are not handled: fit does not run in the main thread.")
             return
-        for signum in self._signals:
+        self._requeue_signal = requeue_signal
+        for signum in dict.fromkeys([*self._signals, *([] if requeue_signal is None else [requeue_signal])]):
             if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
                 continue
             self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
@@ -165,7 +170,9 @@ class StopSignals:
             if signum == signal.SIGINT:
                 raise stopped_by(signal_reason(signum), "at once, at the second signal")
             return
-        self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
+        requeues = signum == self._requeue_signal
+        seconds = max(self.announced_seconds(), self.grace_seconds) if requeues else None
+        self.note(signal_reason(signum, requeues=requeues), seconds)
         original = self._previous.get(signum, (None, None))[1]
         if callable(original) and original is not signal.default_int_handler:
             original(signum, frame)

@@ -1,4 +1,4 @@
-"""How ranks agree where all of them stop, or save because time has passed: no collective, and nobody asks at a boundary.
+"""How ranks agree where all of them stop, or save because time has passed, without a collective.
 
 A thread of each rank speaks for it, also while its main thread is busy. When somebody wants to stop or to save, each
 thread promises a boundary that its rank will not pass unknowing; rank 0 then appoints one that nobody has passed, the
@@ -78,11 +78,11 @@ class Member:
         """Let all ranks save at a boundary soon.
 
         Args:
-            window: Of the accumulation: see `end_of_window`.
+            window: The accumulation window of this boundary: ``batch``, ``num_batches``, ``length`` of `end_of_window`.
         """
         if not self._is_save_wanted:
             self._is_save_wanted = True
-            self.outbox.append({"ask": SAVE, "window": dict(window)})
+            self.outbox.append({"ask": SAVE, "window": {**window, "boundary": self.boundary}})
 
     def want_stop(self, reason: str) -> None:
         """Let all ranks stop; also for a thread."""
@@ -138,6 +138,12 @@ class Member:
         time.sleep(_HOLD_SECONDS)
 
     @property
+    def place(self) -> tuple[int, int, int]:
+        """What changes with every batch."""
+        run = self._run
+        return self.boundary, self._num_runs, -1 if run is None else run.batch
+
+    @property
     def is_busy(self) -> bool:
         """Whether something is being agreed upon."""
         return self.stop is not None or self._limit != _NEVER or self._is_save_wanted
@@ -176,10 +182,9 @@ class Member:
                 return limit
 
     def _speak_of_run(self, run: _ValidationRun) -> None:
-        for number in range(max(1, self._run_asked_for), run.number):
-            if number == self._run_asked_for:
-                self._runs_asked_for: set[int] = set()
-                self.outbox.append({"run": number, "limit": None})
+        for number in [number for number in self._runs_asked_for if number < run.number]:
+            self._runs_asked_for.remove(number)
+            self.outbox.append({"run": number, "limit": None})
         if run.is_over or run.is_here:
             what = "over" if run.is_over else "here"
             if not run.has_told & {"over", "here"}:

@@ -79,7 +79,7 @@ class _Connection:
         while self._to_send and not self.is_over:
             try:
                 self._to_send = self._to_send[self.socket.send(self._to_send) :]
-            except BlockingIOError:
+            except BlockingIOError:  # noqa: PERF203 - the loop is for what is left over
                 return
             except OSError:  # its end is noticed where it is read
                 self._to_send = b""

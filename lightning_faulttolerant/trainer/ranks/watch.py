@@ -102,7 +102,7 @@ class Watch:
         while not self._closed.wait(_BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS):
             try:
                 self.look()
-            except Exception:  # noqa: BLE001 - who looks on must not end before the rank does
+            except Exception:  # noqa: BLE001, PERF203 - who looks on must not end before the rank does
                 _log.exception("The thread that looks on while a rank trains has met an error.")
 
     def _is_busy(self) -> bool:
@@ -183,6 +183,6 @@ class Watch:
         if failure.rank != self._rank:
             self.member.lost = f"rank {failure.rank} {failure.text}"
             sys.stderr.write(
-                f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't go on without"
-                f" it and ends within {ENDS_WITHIN_SECONDS:g} seconds; the last autosave stays.\n"
+                f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't go on"
+                f" without it and ends within {ENDS_WITHIN_SECONDS:g} seconds; the last autosave stays.\n"
             )
