@@ -142,7 +142,12 @@ class StatefulStream(Stream):
 
 
 def fit(
-    model: LightningModule, loader: DataLoader[Any], callbacks: Sequence[Callback], directory: Path, *, num_ranks: int = 1
+    model: LightningModule,
+    loader: DataLoader[Any],
+    callbacks: Sequence[Callback],
+    directory: Path,
+    *,
+    num_ranks: int = 1,
 ) -> Trainer:
     """Fit one epoch on the CPU, with the trainer's defaults but for what it would write and show besides."""
     trainer = Trainer(
