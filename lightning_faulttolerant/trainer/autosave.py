@@ -72,6 +72,8 @@ class Autosaver:
         """Until this time of the clock no autosave is due: a boundary need not ask before."""
         self.counts_steps = options.every_n_train_steps is not None
         """Whether steps say when an autosave is due, not the time."""
+        self.save_seconds = 0.0
+        """How long the longest save took that was waited for."""
         self._has_failed = False
         """Whether the write behind training has: set by its thread."""
         self.is_dumping = False
@@ -92,6 +94,11 @@ class Autosaver:
         if self._options.every_n_train_steps is not None:
             return self._trainer.global_step - self._last_step >= self._options.every_n_train_steps
         return self._budget.now() >= self.due_at and not self._writer.is_busy
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there is no save of this fit yet, done or under way."""
+        return self._last_step is None
 
     def _next_due_at(self) -> float:
         if self._options.every_n_train_steps is not None:
@@ -241,6 +248,7 @@ class Autosaver:
 
     def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         self._on_first("save", lambda: self._write_now(checkpoint, position, began))
+        self.save_seconds = max(self.save_seconds, self._budget.now() - began)
         if checkpoint is None:
             self.saved = position
             self._note(position, began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 from lightning.pytorch import Trainer
 
@@ -13,10 +14,12 @@ from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
-from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
+from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, Position, position_of
+from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
-from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
+from lightning_faulttolerant.trainer.stop import stopped_by
+from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import Loaders
 
 
@@ -28,9 +31,8 @@ class Boundary:
         loaders: Its loaders.
         run_state: Reads the state for a capture.
         autosaver: Writes autosaves.
-        stop: The stop signals.
-        agreement: How the ranks agree on a stop.
-        ranks: Those ranks.
+        stopping: Knows whether all are to stop or to save.
+        ranks: Who trains together.
         overhead_budget: Share of the time that captures may take.
         hook_saves: Knows whether somebody needs one at each boundary all the same.
     """
@@ -42,8 +44,7 @@ class Boundary:
         loaders: Loaders,
         run_state: RunState,
         autosaver: Autosaver,
-        stop: StopSignals,
-        agreement: Agreement,
+        stopping: Stopping,
         ranks: Ranks,
         overhead_budget: float,
         hook_saves: HookSaves,
@@ -52,8 +53,9 @@ class Boundary:
         self._loaders = loaders
         self._run_state = run_state
         self._autosaver = autosaver
-        self._stop = stop
-        self._agreement = agreement
+        self._stopping = stopping
+        self._stop = stopping.signals
+        self._agreement = stopping.agreement
         self._ranks = ranks
         self._budget = Budget(overhead_budget)
         self._hook_saves = hook_saves
@@ -64,13 +66,12 @@ class Boundary:
 
     def before_batch(self) -> None:
         """Pass a boundary. In a run that is asked to stop it is the last."""
-        signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is not None:
-            self._save_for_stop()
-            raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
+        wish = self._agreement.at_boundary()
+        if wish is not None:
+            self._do_together(wish)
         now = self._budget.now()
-        if self._is_due(now):
-            self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
+        if now >= self._autosaver.due_at and self._autosaver.is_due():
+            self._save_due()
         if now >= self._budget.next_at or self._hook_saves.wants_captures:
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
@@ -78,9 +79,42 @@ class Boundary:
         if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
 
-    def _is_due(self, now: float) -> bool:
-        is_due = now >= self._autosaver.due_at and self._autosaver.is_due()
-        return is_due if self._autosaver.counts_steps else bool(self._ranks.from_first("due", is_due))
+    def _save_due(self) -> None:
+        """Save, where all ranks know by themselves that it is time; else rank 0 asks for a boundary of all."""
+        if self._ranks.num_ranks == 1 or self._autosaver.counts_steps or self._autosaver.is_first:
+            self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
+        elif self._ranks.rank == 0:
+            batch, num_batches = compat.num_completed(self._trainer), self._trainer.num_training_batches
+            length = self._trainer.accumulate_grad_batches
+            known = int(num_batches) if num_batches != float("inf") else 0
+            self._agreement.want_save({"batch": batch, "num_batches": known, "length": length})
+
+    def _do_together(self, wish: str) -> None:
+        """Do what the ranks have agreed on for this boundary: a collective."""
+        position = position_of(self._trainer, BOUNDARY)
+        if wish == STOP:
+            self._stop_here(position)
+        with self._stop.saving():
+            self._autosaver.save_due(position)
+        reason = self._stopping.any_wants_to_stop()
+        if reason is not None:  # somebody has meanwhile
+            self._autosaver.settle()
+            self._stopping.end_together()
+            raise stopped_by(reason, str(position))
+
+    def _stop_here(self, position: Position) -> NoReturn:
+        reason = self._stopping.reason
+        place = str(position)
+        if self._stopping.save_fits():
+            with self._stop.saving():
+                self._autosaver.save_unless_saved(position)
+        else:
+            place += (
+                f". There was no time left to save it: {max(self._stop.seconds_left(), 0):.1f} seconds of the grace"
+                f" period are left, and a save takes {self._autosaver.save_seconds:.1f}"
+            )
+        self._stopping.end_together()
+        raise stopped_by(reason, place)
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
@@ -89,13 +123,20 @@ class Boundary:
 
     def before_validation_batch(self) -> None:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
-        signum = self._agreement.stop_signal(self._stop.requested)
-        if signum is not None and self.capture is not None:
-            with self._stop.saving():
-                is_saved = self._save_capture(self.capture)
-            if is_saved:
-                raise stopped_by(signum, str(self.capture.position))
+        if self._agreement.at_validation_batch() and self.capture is not None:
+            self._stop_in_validation(self.capture)
         self._stop.fetch_began = time.monotonic()
+
+    def _stop_in_validation(self, capture: Capture) -> None:
+        with self._stop.saving():
+            is_saved = self._save_capture(capture)
+        if is_saved:
+            self._stopping.end_together()
+            raise stopped_by(self._stopping.reason, str(capture.position))
+
+    def is_settled(self, position: Position) -> bool:
+        """Return whether nothing is left to be saved for a stop at this position."""
+        return self._stopping.is_too_late or self._autosaver.saved == position
 
     def save_interrupted(self) -> bool:
         """Save what can be saved of a run that an exception ended; return whether a state was saved.
@@ -116,13 +157,12 @@ class Boundary:
 
         It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """
-        if overrides_save_hook(self._trainer):
-            return False
         as_they_are: AbstractContextManager[None] = nullcontext()
         swapped_back = [swap_of_validation_undone(self._trainer)] if capture.position.where == VALIDATION else []
         for weights in (as_they_are, *swapped_back):
             with weights:
-                if capture.is_current(self._trainer):
+                can = not overrides_save_hook(self._trainer) and capture.is_current(self._trainer)
+                if self._stopping.all_can(can):
                     self._autosaver.save_capture(capture)
                     return True
         return False
@@ -132,7 +172,3 @@ class Boundary:
         if not compat.fetches_at_the_boundary(self._trainer):
             return False
         return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()
-
-    def _save_for_stop(self) -> None:
-        with self._stop.saving():
-            self._autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))

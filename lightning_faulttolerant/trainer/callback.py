@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer import compat, under_way
+from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -36,7 +37,11 @@ class FaultTolerance(Callback):
             as a checkpoint is long. At most one is being written; where steps say when, the next one waits for it, else
             it is skipped. The first of a fit and those of a stop, an exception and the end are waited for.
         stop_signals: Names of the signals that stop the run after its batch is finished and its state saved.
-        grace_seconds: How long after the first of them the process has to end.
+        grace_seconds: How long after the first of them the process has to end. What can't be saved in this time is
+            not, and the last autosave stays.
+        deadline: When the run has to have ended: a ``datetime``, local if it has no time zone, or a ``timedelta`` from
+            now on. It stops and saves before, with exit code 75. ``SLURM_JOB_END_TIME`` is minded in any case; the
+            earlier of the two counts.
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
         auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
@@ -65,6 +70,7 @@ class FaultTolerance(Callback):
         async_save: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
+        deadline: datetime | timedelta | None = None,
         save_on_exception: bool = True,
         auto_resume: bool = True,
         strict: bool = True,
@@ -80,6 +86,7 @@ class FaultTolerance(Callback):
             async_save=async_save,
             stop_signals=tuple(stop_signals),
             grace_seconds=grace_seconds,
+            deadline=checked_deadline(deadline),
             save_on_exception=save_on_exception,
             auto_resume=auto_resume,
             strict=strict,

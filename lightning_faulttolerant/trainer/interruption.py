@@ -24,7 +24,7 @@ def end_interrupted(
     """
     autosaver.settle()
     is_stop = isinstance(exception, TrainingStopped)
-    if boundary is not None and not (is_stop and autosaver.saved == position_of(trainer, BOUNDARY)):
+    if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
         _save(boundary, autosaver, exception)
     if isinstance(exception, TrainingStopped):
         tell_stopped(exception, autosaver.saved)

@@ -33,6 +33,7 @@ class Options:
     strict: bool
     worker_rng: str = "capture"
     async_save: bool = False
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if self.run_id is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,12 +30,11 @@ from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals, stopped_by
+from lightning_faulttolerant.trainer.stop import stopped_by
+from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
 from lightning_faulttolerant.trainer.surroundings import surroundings
-
-_log = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
 
@@ -55,7 +53,8 @@ class Session:
         is_per_sample = options.worker_rng == "per_sample"
         self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
         self._fingerprint = Fingerprint(trainer)
-        self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
+        self._stopping = Stopping(trainer, options)
+        self._stop = self._stopping.signals
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._beginning = Beginning(trainer, options, self._files)
@@ -82,9 +81,10 @@ class Session:
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
         if not self._beginning.is_connected:
-            self._beginning.connect()
+            self._connect()
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
+        self._stopping.open()
         self._files.follow()
         write_atomically(self._trainer, self._patches)
         trainer, wrap = self._trainer, self._patches.wrap
@@ -117,12 +117,16 @@ class Session:
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
+        self._stopping.fail(exception)
+        self._stopping.interrupt()
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
             if self.autosaver is not None:
                 end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
             elif isinstance(exception, TrainingStopped):
                 tell_stopped(exception, None)
+            if isinstance(exception, TrainingStopped):
+                self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
@@ -130,7 +134,7 @@ class Session:
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
-        self._stop.uninstall()
+        self._stopping.close()
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
         self._loaders.release_workers()
@@ -147,9 +151,13 @@ class Session:
     def _wrap_setup_environment(self, original: Method) -> Method:
         def setup_environment() -> None:
             original()
-            self._beginning.connect()
+            self._connect()
 
         return setup_environment
+
+    def _connect(self) -> None:
+        self._beginning.connect()
+        self._stopping.connect(self._beginning.ranks)
 
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +219,7 @@ class Session:
 
     def _begin(self) -> None:
         """Begin the fit's real work: whatever a finder did before is over."""
-        self._stop.install(compat.original_handlers(self._trainer))
+        self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
         self._run_state = RunState(self._trainer, self._loaders, self._files)
         self._hook_saves = HookSaves(self._trainer, self._run_state)
         self._fingerprint.settings()
@@ -272,8 +280,10 @@ class Session:
             self._resume.restore(self._state())
         else:
             autosaver.save(position_of(self._trainer, FINISHED))
-        if self._stop.requested is not None:
-            raise stopped_by(self._stop.requested, "behind the end of the fit")
+        reason = self._stopping.any_wants_to_stop()
+        if reason is not None:
+            self._stopping.end_together()
+            raise stopped_by(reason, "behind the end of the fit")
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:
@@ -334,8 +344,7 @@ class Session:
                 loaders=self._loaders,
                 run_state=self._state(),
                 autosaver=self.autosaver,
-                stop=self._stop,
-                agreement=SoleRank(),
+                stopping=self._stopping,
                 ranks=self._beginning.ranks,
                 overhead_budget=self._options.overhead_budget,
                 hook_saves=self._hook_saves,

@@ -1,7 +1,8 @@
 """Stop signals: a handler only sets a flag; at a boundary the ranks agree, save and end.
 
-A watcher thread steps in where the main thread can't reach a boundary by itself: it waits for a batch that a stuck
-worker never delivers, or the grace period is over. It sends the signal once more, and the handler then raises.
+A thread, `Watch`, looks on. It steps in where the main thread can't reach a boundary by itself. If a sole rank waits
+for a batch that a stuck worker never delivers, or is about to outlive its grace period, it sends the signal once more,
+and the handler then raises. When the grace period is over it ends the process, whatever the main thread does.
 """
 
 from __future__ import annotations
@@ -11,20 +12,54 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer.ranks.hard_end import end_process
 
 _log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
+DEADLINE_EXIT_CODE = 75
+"""Of a run that a deadline has stopped: sysexits' "temporary failure", run it again."""
+REQUEUED_EXIT_CODE = 76
+"""Of a run that was saved and whose SLURM job was queued again."""
+
 _STUCK_FETCH_SECONDS = 1.0
 _FETCH = "waited for a batch from a worker"
 _GRACE = "could not reach the next batch within its grace period"
-# What is left of the grace period for a save and for the end of the process.
+# What is left of the grace period for a save and for the end of the process, at least and at most.
 _RESERVED_SHARE = 0.2
+_MAX_RESERVED_SHARE = 0.8
+# A save takes so many times as long as the longest before, at worst.
+_SAVE_FACTOR = 1.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopReason:
+    """Why a run is to stop.
+
+    Args:
+        name: What has asked for it.
+        exit_code: Of the process.
+        requeues: Whether the SLURM job is to be queued again once the state is saved.
+    """
+
+    name: str
+    exit_code: int
+    requeues: bool = False
+
+    def to_text(self) -> str:
+        """Return it as text, for the other ranks."""
+        return f"{self.exit_code} {int(self.requeues)} {self.name}"
+
+    @classmethod
+    def from_text(cls, text: str) -> StopReason:
+        """Return what `to_text` has written."""
+        exit_code, requeues, name = text.split(" ", 2)
+        return cls(name=name, exit_code=int(exit_code), requeues=requeues == "1")
 
 
 def exit_code(signum: int) -> int:
@@ -32,13 +67,18 @@ def exit_code(signum: int) -> int:
     return 128 + signum
 
 
-def stopped_by(signum: int, where: str) -> TrainingStopped:
-    """Return the exception that ends the process for a signal."""
-    return TrainingStopped(exit_code(signum), f"Stopped by {signal.Signals(signum).name} {where}")
+def signal_reason(signum: int, *, requeues: bool = False) -> StopReason:
+    """Return the reason that a signal is."""
+    return StopReason(name=signal.Signals(signum).name, exit_code=exit_code(signum), requeues=requeues)
+
+
+def stopped_by(reason: StopReason, where: str) -> TrainingStopped:
+    """Return the exception that ends the process."""
+    return TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
 
 
 class StopSignals:
-    """Handles stop signals from `install` to `uninstall`.
+    """Handles stop signals from `install` to `uninstall`, and knows whether and until when the run is to end.
 
     Args:
         signals: Which.
@@ -47,30 +87,45 @@ class StopSignals:
 
     def __init__(self, signals: Iterable[signal.Signals], *, grace_seconds: float) -> None:
         self._signals = tuple(signals)
-        self._grace_seconds = grace_seconds
+        self._requeue_signal: signal.Signals | None = None
+        self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._installed = threading.Event()
         self._must_raise: str | None = None
         self._main_thread = threading.main_thread().ident
-        self.requested: int | None = None
+        self.requested: StopReason | None = None
         self._requested_at = 0.0
+        self._end_at = float("inf")
+        self._raised_at = float("-inf")
         self._saving = False
+        self.is_alone = True
+        """Whether the main thread may be interrupted: another rank may wait for it in a collective."""
+        self.save_seconds: Callable[[], float] = lambda: 0.0
+        """Gives how long a save takes, from those before."""
+        self.announced_seconds: Callable[[], float] = lambda: 0.0
+        """Gives how long the SLURM job may still run, when its end is announced."""
+        self.before_hard_end: Callable[[StopReason], None] = lambda reason: None
         self.broke_fetch = False
         self.fetch_began: float | None = None
         """When the fetch that is under way began, if its batch comes from workers."""
 
-    def install(self, original_handlers: Mapping[int, Any]) -> None:
-        """Take over the signals; `original_handlers` are those to call besides, and what `uninstall` leaves alone."""
+    def install(self, original_handlers: Mapping[int, Any], *, requeue_signal: signal.Signals | None = None) -> None:
+        """Take over the signals.
+
+        Args:
+            original_handlers: Those to call besides, and what `uninstall` leaves alone.
+            requeue_signal: One more signal, for which the SLURM job is queued again.
+        """
         if threading.current_thread() is not threading.main_thread():
             _log.warning("Stop signals are not handled: fit does not run in the main thread.")
             return
-        for signum in self._signals:
+        self._requeue_signal = requeue_signal
+        for signum in dict.fromkeys([*self._signals, *([] if requeue_signal is None else [requeue_signal])]):
             if signal.getsignal(signum) is signal.SIG_IGN:  # as a shell leaves SIGINT for a command in the background
                 continue
             self._previous[signum] = (signal.getsignal(signum), original_handlers.get(signum))
             signal.signal(signum, self._handle)
         self._installed.set()
-        threading.Thread(target=self._watch, name="fault-tolerance-stop", daemon=True).start()
 
     def uninstall(self) -> None:
         """Give the signals back, where nobody else has taken them since."""
@@ -80,9 +135,24 @@ class StopSignals:
                 signal.signal(signum, previous)
         self._previous.clear()
 
+    def note(self, reason: StopReason, seconds: float | None = None) -> None:
+        """Note that the run is to stop, for the first of several reasons; `seconds`: how long it has for it."""
+        if self.requested is None:
+            self._requested_at = time.monotonic()
+            self._end_at = self._requested_at + (self.grace_seconds if seconds is None else seconds)
+            self.requested = reason
+
+    def seconds_left(self) -> float:
+        """Return how much is left of the grace period."""
+        return self._end_at - time.monotonic()
+
+    def save_fits(self, seconds_left: float) -> bool:
+        """Return whether a save can be done in so much time."""
+        return self.save_seconds() * _SAVE_FACTOR <= seconds_left
+
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Let the watcher wait meanwhile: the state is being saved."""
+        """Let nobody interrupt the main thread meanwhile: the state is being saved."""
         self._saving = True
         try:
             yield
@@ -95,85 +165,42 @@ class StopSignals:
             if because == _FETCH and self.fetch_began is None:  # it came after all: the next boundary is near
                 return
             self.broke_fetch = self.fetch_began is not None
-            raise stopped_by(self.requested or signum, f"while it {because}")
+            raise stopped_by(self.requested or signal_reason(signum), f"while it {because}")
         if self.requested is not None:
             if signum == signal.SIGINT:
-                raise stopped_by(signum, "at once, at the second signal")
+                raise stopped_by(signal_reason(signum), "at once, at the second signal")
             return
-        self._requested_at = time.monotonic()
-        self.requested = signum
+        requeues = signum == self._requeue_signal
+        seconds = max(self.announced_seconds(), self.grace_seconds) if requeues else None
+        self.note(signal_reason(signum, requeues=requeues), seconds)
         original = self._previous.get(signum, (None, None))[1]
         if callable(original) and original is not signal.default_int_handler:
             original(signum, frame)
 
-    def _watch(self) -> None:
-        while self._installed.is_set():
-            time.sleep(_POLL_SECONDS)
-            requested = self.requested
-            because = None if requested is None or self._saving else self._why_stuck()
-            if requested is not None and because is not None and self._installed.is_set():
-                self._must_raise = because
-                signal.pthread_kill(self._main_thread or 0, requested)
-                self._requested_at = time.monotonic()  # not again before the next time-out
+    def look(self) -> None:
+        """Step in if it is time; for the thread that looks on."""
+        reason = self.requested
+        if reason is None:
+            return
+        if time.monotonic() >= self._end_at:
+            self.before_hard_end(reason)
+            end_process(
+                reason.exit_code,
+                f"{reason.name} has asked the run to stop, and the process could not end within its grace period of"
+                f" {self._end_at - self._requested_at:g} seconds. It is ended now; the last autosave stays.",
+            )
+        because = None if self._saving or not self.is_alone else self._why_stuck()
+        if because is not None and self._installed.is_set() and self._previous:
+            self._must_raise = because
+            signal.pthread_kill(self._main_thread or 0, next(iter(self._previous)))
+            self._raised_at = time.monotonic()  # not again before the next time-out
 
     def _why_stuck(self) -> str | None:
         now = time.monotonic()
         fetch_began = self.fetch_began
-        if fetch_began is not None and now - max(fetch_began, self._requested_at) > _STUCK_FETCH_SECONDS:
+        since = max(self._requested_at, self._raised_at)
+        if fetch_began is not None and now - max(fetch_began, since) > _STUCK_FETCH_SECONDS:
             return _FETCH
-        return _GRACE if now - self._requested_at > self._grace_seconds * (1 - _RESERVED_SHARE) else None
-
-
-class Agreement(Protocol):
-    """How ranks agree at which boundary all of them stop."""
-
-    def stop_signal(self, requested: int | None) -> int | None:
-        """Return the signal to stop for at this boundary, or ``None`` to go on; called at every boundary."""
-
-
-class SoleRank:
-    """The agreement of a single rank with itself."""
-
-    def stop_signal(self, requested: int | None) -> int | None:
-        """Return what was requested."""
-        return requested
-
-
-class StoreAgreement:
-    """Ranks agree over a key-value store (torch's ``Store``): no collective, no device, and nobody waits.
-
-    A rank that is asked to stop proposes a boundary that no rank can have passed yet; the first proposal wins, and so
-    does its signal. Every rank looks at each of its boundaries, so all see it before they come to that one.
-
-    Args:
-        store: With ``compare_set``, ``check`` and ``get``.
-        prefix: Of the key, so that several fits can share a store.
-        max_drift: How many boundaries one rank can be ahead of another: 0 where each step has a collective, the batches
-            of an accumulation window where only its last one has.
-    """
-
-    def __init__(self, store: Any, *, prefix: str, max_drift: int) -> None:
-        self._store = store
-        self._key = f"{prefix}/stop"
-        self._max_drift = max_drift
-        self._boundary = -1
-        self._stop_at: int | None = None
-        self._signal = 0
-
-    def stop_signal(self, requested: int | None) -> int | None:
-        """Return the signal to stop for at this boundary, or ``None`` to go on; called at every boundary."""
-        self._boundary += 1
-        if self._stop_at is None:
-            self._look(requested)
-        return self._signal if self._stop_at is not None and self._boundary >= self._stop_at else None
-
-    def _look(self, requested: int | None) -> None:
-        if requested is not None:
-            # A rank that is not ahead may have passed this boundary already, and is on its way to the next.
-            proposal = f"{requested} {self._boundary + 1 + self._max_drift}"
-            found = self._store.compare_set(self._key, "", proposal)
-        elif self._store.check([self._key]):
-            found = self._store.get(self._key)
-        else:
-            return
-        self._signal, self._stop_at = (int(number) for number in found.split())
+        period = self._end_at - self._requested_at
+        needed = max(_RESERVED_SHARE * period, _SAVE_FACTOR * self.save_seconds())
+        return _GRACE if now - since > period - min(needed, _MAX_RESERVED_SHARE * period) else None

@@ -1,0 +1,188 @@
+"""The thread that looks on while a rank trains: it speaks for the rank, and ends a process that can't end by itself.
+
+A rank that has failed or died is known to all the others. They can't go on, and most of them wait for it in a
+collective, where no Python runs: who has not ended `ENDS_WITHIN_SECONDS` later is ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
+from lightning_faulttolerant.trainer.ranks.hard_end import end_process
+from lightning_faulttolerant.trainer.ranks.line import Line
+from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
+
+_log = logging.getLogger(__name__)
+
+ENDS_WITHIN_SECONDS = 10.0
+"""How long after the failure or the death of a rank the others may take to end."""
+_POLL_SECONDS = 0.1
+_BUSY_POLL_SECONDS = 0.02
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What has happened to a rank."""
+
+    rank: int
+    text: str
+    exit_code: int
+    known_at: float
+
+
+class Watch:
+    """Looks on from `start` to `close`.
+
+    Args:
+        stop: Its stop signals.
+        rank: Its number.
+        num_ranks: How many there are.
+        line: To the others; ``None`` for a sole rank.
+    """
+
+    def __init__(self, stop: StopSignals, *, rank: int = 0, num_ranks: int = 1, line: Line | None = None) -> None:
+        self._stop = stop
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._line = line
+        self.member = Member()
+        self._chair = Chair(num_ranks) if rank == 0 else None
+        self.failure: Failure | None = None
+        self.end_together = False
+        """Whether all ranks end by agreement, so that the end of one is no news."""
+        self.looks: list[Callable[[], None]] = [stop.look]
+        """What else is to be looked at, a few times a second."""
+        self._failed: set[int] = set()
+        self._to_tell: list[Message] = []
+        self._num_told = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look on."""
+        if self._thread is None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._run, name="fault-tolerance-watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Look no more, and take leave of the others. May be called twice."""
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+            self._thread = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def fail(self, exception: BaseException) -> None:
+        """Say at once what has ended this rank alone, here and to the others. Said once, whoever calls it again."""
+        if self._line is None or self.end_together or any(message["failed"] == self._rank for message in self._to_tell):
+            return
+        is_stop = isinstance(exception, TrainingStopped)
+        text = str(exception.reason) if isinstance(exception, TrainingStopped) else repr(exception)
+        if not is_stop:
+            trace = "".join(traceback.format_exception(exception))
+            sys.stderr.write(f"\n[rank {self._rank}] FaultTolerance: an exception has ended this rank.\n{trace}")
+            sys.stderr.flush()
+        code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
+        self._to_tell.append({"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code})
+
+    def _run(self) -> None:
+        while not self._closed.wait(_BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS):
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001, PERF203 - who looks on must not end before the rank does
+                _log.exception("The thread that looks on while a rank trains has met an error.")
+
+    def _is_busy(self) -> bool:
+        return self._line is not None and self.member.is_busy
+
+    def look(self) -> None:
+        """Do all that is to be done now."""
+        for look in self.looks:
+            look()
+        if self._line is not None:
+            self._talk(self._line)
+        failure = self.failure
+        if failure is not None and time.monotonic() - failure.known_at > ENDS_WITHIN_SECONDS:
+            who = "This rank" if failure.rank == self._rank else f"Rank {failure.rank}"
+            end_process(
+                failure.exit_code,
+                f"{who} {failure.text}. This process could not end by itself within {ENDS_WITHIN_SECONDS:g} seconds,"
+                " since it waits for another rank or in its own work. It is ended now; the last autosave stays.",
+            )
+
+    def _talk(self, line: Line) -> None:
+        if self._stop.requested is not None:
+            self.member.want_stop(self._stop.requested.to_text())
+        for rank, message in line.receive():
+            self._hear(rank, {"failed": rank, "text": "has died", "code": 1} if message is None else message)
+        self.member.tick()
+        outgoing = []
+        while self.member.outbox:
+            outgoing.append(self.member.outbox.popleft())
+        while len(self._to_tell) > self._num_told:
+            outgoing.append(self._to_tell[self._num_told])
+            self._num_told += 1
+        for message in outgoing:
+            self._say(line, message)
+        while self._chair is not None and self._chair.outbox:
+            message = self._chair.outbox.popleft()
+            line.send(message)
+            self._learn(message)
+
+    def _say(self, line: Line, message: Message) -> None:
+        if "failed" in message:
+            self._learn(message)
+        if self._chair is None:
+            line.send(message)
+        else:
+            self._hear(self._rank, message)
+
+    def _hear(self, rank: int, message: Message) -> None:
+        """Hear what `rank` has told this one: rank 0 hears all, the others rank 0 only."""
+        if self._chair is None:
+            self._learn(message)
+        elif "failed" in message:
+            if message["text"] != "has died":
+                self._failed.add(rank)
+            self._chair.outbox.append(message)
+            if len(self._failed) == self._num_ranks:
+                self._chair.outbox.append({"all_failed": True})
+        else:
+            self._chair.hear(rank, message)
+
+    def _learn(self, message: Message) -> None:
+        if "failed" in message:
+            if self.failure is None and not self.end_together:
+                self._note_failure(message)
+        elif "all_failed" in message:  # nobody waits for another: each ends in its own time
+            self.failure = None
+            self.end_together = True
+        else:
+            self.member.hear(message)
+            if self.member.stop is not None:
+                self._stop.note(StopReason.from_text(self.member.stop))
+
+    def _note_failure(self, message: Message) -> None:
+        failure = Failure(
+            rank=message["failed"], text=message["text"], exit_code=message["code"], known_at=time.monotonic()
+        )
+        self.failure = failure
+        if failure.rank != self._rank:
+            self.member.lost = f"rank {failure.rank} {failure.text}"
+            sys.stderr.write(
+                f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't go on"
+                f" without it and ends within {ENDS_WITHIN_SECONDS:g} seconds; the last autosave stays.\n"
+            )

@@ -1,0 +1,295 @@
+"""All that ends a fit before its end, of one rank or several: signals, a deadline, a rank that has failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer import compat, slurm
+from lightning_faulttolerant.trainer.deadline import Deadline
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.agreement import STOP
+from lightning_faulttolerant.trainer.ranks.compat import call_off_observers, cluster_environment
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
+from lightning_faulttolerant.trainer.ranks.line import open_line
+from lightning_faulttolerant.trainer.ranks.watch import Watch
+from lightning_faulttolerant.trainer.stop import (
+    DEADLINE_EXIT_CODE,
+    REQUEUED_EXIT_CODE,
+    StopReason,
+    StopSignals,
+    stopped_by,
+)
+
+_log = logging.getLogger(__name__)
+
+Method = Callable[..., Any]
+
+
+class Agreement(Protocol):
+    """How the main thread of a rank learns what all are to do; see `Member`."""
+
+    def at_boundary(self) -> str | None:
+        """Return what all ranks do at this boundary."""
+
+    def want_save(self, window: Mapping[str, int]) -> None:
+        """Let all ranks save at a boundary soon."""
+
+    def begin_run(self) -> None:
+        """Note that a validation run begins."""
+
+    def at_validation_batch(self) -> bool:
+        """Return whether all ranks stop in front of this batch of the validation run."""
+
+    def end_batches(self) -> None:
+        """Note that this rank has no more batches in the validation run."""
+
+
+class SoleRank:
+    """The agreement of a single rank with itself."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+        self.num_places = 0
+
+    def at_boundary(self) -> str | None:
+        """Return `STOP` once it is wanted."""
+        self.num_places += 1
+        return None if self._signals.requested is None else STOP
+
+    def want_save(self, window: Mapping[str, int]) -> None:
+        """Do nothing: a sole rank saves when it wants to."""
+
+    def begin_run(self) -> None:
+        """Do nothing."""
+
+    def at_validation_batch(self) -> bool:
+        """Return whether a stop is wanted."""
+        self.num_places += 1
+        return self._signals.requested is not None
+
+    def end_batches(self) -> None:
+        """Do nothing."""
+
+
+class Stopping:
+    """What can end a fit before its end, from `connect` to `close`.
+
+    Args:
+        trainer: Whose fit it is.
+        options: The callback's.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options) -> None:
+        self._trainer = trainer
+        self._options = options
+        self.signals = StopSignals(options.signals, grace_seconds=options.grace_seconds)
+        self.agreement: Agreement = SoleRank(self.signals)
+        self.is_too_late = False
+        """Whether the run is stopped when there was no time left for a save."""
+        self._ranks: Ranks = Alone()
+        self._watch = Watch(self.signals)
+        self._patches = Patches()
+        self._is_interrupted = False
+        self._is_open = False
+
+    def connect(self, ranks: Ranks) -> None:
+        """Connect the ranks; a collective. From now on the death of one is known to all."""
+        if ranks.num_ranks == 1:
+            return
+        self._ranks = ranks
+        environment = cluster_environment(self._trainer)
+        line = open_line(ranks, "127.0.0.1" if environment is None else environment.main_address)
+        self._watch = Watch(self.signals, rank=ranks.rank, num_ranks=ranks.num_ranks, line=line)
+        self.agreement = self._watch.member
+        self.signals.is_alone = False
+        self._begin_watch()
+
+    def open(self) -> None:
+        """Take the seams over that have to do with the end of a fit."""
+        loop, wrap = compat.validation_loop(self._trainer), self._patches.wrap
+        wrap(self._trainer.fit_loop, "run", self._wrap_run)
+        wrap(loop, "run", self._wrap_run)
+        wrap(loop, "reset", self._wrap_validation_reset)
+        wrap(loop, "on_run_end", self._wrap_validation_end)
+        wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+        wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
+        self._is_open = True
+
+    def begin(self, save_seconds: Callable[[], float]) -> None:
+        """Take over the signals, and mind the deadline.
+
+        Args:
+            save_seconds: Gives how long a save takes, from those before.
+        """
+        original = compat.original_handlers(self._trainer)
+        requeue = slurm.requeue_signal(self._trainer, original)
+        self.signals.save_seconds = save_seconds
+        self.signals.install(original, requeue_signal=requeue)
+        at = self._deadline_at()
+        if at is not None:
+            self.signals.announced_seconds = lambda: at - time.time()
+            deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
+            self._watch.looks.append(lambda: self._mind(deadline))
+        self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        self.signals.before_hard_end = self._before_hard_end
+        self._watch.start()
+
+    def _deadline_at(self) -> float | None:
+        job_end = slurm.end_time(os.environ)
+        if job_end is not None and job_end <= time.time():
+            rank_zero_warn(
+                f"{slurm.END_TIME_VARIABLE} says that this job's time was over {time.time() - job_end:.0f} seconds ago,"
+                " and it still runs: the variable is of another job, or the time was extended. It is not minded."
+            )
+            job_end = None
+        return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)
+
+    def _progress(self) -> object:
+        agreement = self.agreement
+        return agreement.num_places if isinstance(agreement, SoleRank) else self._watch.member.place
+
+    def _mind(self, deadline: Deadline) -> None:
+        if self.signals.requested is None and deadline.is_near():
+            reason = StopReason(
+                name="the deadline",
+                exit_code=DEADLINE_EXIT_CODE,
+                requeues=slurm.queues_again(self._trainer),
+            )
+            self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
+
+    # At the places where a fit can end.
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the run is to stop."""
+        assert self.signals.requested is not None
+        return self.signals.requested
+
+    def save_fits(self) -> bool:
+        """Return whether a save can be done in what is left of the grace period of each rank; a collective."""
+        left = self._ranks.to_first("the time that is left", self.signals.seconds_left())
+        fits = left is not None and self.signals.save_fits(min(left))
+        self.is_too_late = not self._ranks.from_first("whether a save fits", fits)
+        return not self.is_too_late
+
+    def all_can(self, can: bool) -> bool:
+        """Return whether all ranks can; a collective."""
+        answers = self._ranks.to_first("who can", can)
+        return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
+
+    def any_wants_to_stop(self) -> StopReason | None:
+        """Return why all ranks stop here, where all of them are; a collective."""
+        own = self.signals.requested
+        told = self._ranks.to_first("a wish to stop", own and own.to_text())
+        text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
+        if text is None:
+            return None
+        self.signals.note(StopReason.from_text(text))
+        return StopReason.from_text(text)
+
+    def end_together(self) -> None:
+        """Note that all ranks end here by agreement: that one is gone is no news any more."""
+        self._watch.end_together = True
+        if self._ranks.num_ranks > 1:
+            call_off_observers()
+
+    # At the end.
+
+    def fail(self, exception: BaseException) -> None:
+        """Say at once what has ended this rank, if it has ended alone."""
+        self._watch.fail(exception)
+
+    def requeue(self, exception: TrainingStopped) -> None:
+        """Queue the SLURM job again behind a stop, if it is to be; a collective if the ranks end together."""
+        reason = self.signals.requested
+        if reason is None or not reason.requeues:
+            return
+        failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
+        if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all when the first has ended
+            failure = self._ranks.from_first("requeue", failure)
+        if not failure:
+            exception.code = REQUEUED_EXIT_CODE
+        elif self._ranks.rank == 0:
+            _shout(failure)
+
+    def _before_hard_end(self, reason: StopReason) -> None:
+        if reason.requeues and self._ranks.rank == 0:
+            failure = slurm.requeue(os.environ)
+            if failure:
+                _shout(failure)
+
+    def interrupt(self) -> None:
+        """Look on until Lightning's own teardown is done: it may wait for a rank that is gone."""
+        self._is_interrupted = True
+
+    def close(self) -> None:
+        """Give the signals back and look no more, unless the fit was interrupted and is still being torn down."""
+        if not self._is_interrupted or not self._is_open:
+            self._end()
+
+    def _end(self) -> None:
+        self.signals.uninstall()
+        self._patches.undo()
+        self._watch.close()
+
+    # What the seams do.
+
+    def _wrap_run(self, original: Method) -> Method:
+        def run() -> Any:
+            try:
+                return original()
+            except BaseException as error:
+                self.fail(error)  # before any callback's on_exception, which may wait for the others
+                raise
+
+        return run
+
+    def _wrap_validation_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            self.agreement.begin_run()
+            original()
+
+        return reset
+
+    def _wrap_validation_end(self, original: Method) -> Method:
+        def on_run_end() -> Any:
+            self.agreement.end_batches()
+            return original()
+
+        return on_run_end
+
+    def _wrap_before_validation_fetch(self, original: Method) -> Method:
+        def before_fetch() -> None:
+            # There is nothing to save in the sanity check.
+            if self._trainer.sanity_checking and self.agreement.at_validation_batch():
+                self.end_together()
+                raise stopped_by(self.reason, "in the sanity check")
+            original()
+
+        return before_fetch
+
+    def _wrap_teardown(self, original: Method) -> Method:
+        def teardown() -> None:
+            original()
+            if self._is_interrupted:
+                self._end()
+
+        return teardown
+
+
+def _shout(failure: str) -> None:
+    sys.stderr.write(
+        f"\nFaultTolerance: THE SLURM JOB IS NOT QUEUED AGAIN: {failure}. The state is saved: submit the job again.\n"
+    )

@@ -1,0 +1,120 @@
+"""Runs of several ranks that are stopped from outside: each a process that can be signalled, and always ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.testing.processes import _environment, _Rendezvous, fork_and_run
+
+SECONDS = 60.0
+"""No run may take longer."""
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """How the process of a rank ended."""
+
+    exit_code: int
+    output: str
+    seconds: float
+
+
+class RankProcesses:
+    """Forked processes, one for each rank, with torchrun's environment; they are killed when the context is left.
+
+    Args:
+        main: Gets the rank.
+        num_ranks: How many.
+        environment: Variables besides torchrun's; for one rank torchrun's are left out.
+    """
+
+    def __init__(self, main: Callable[[int], Any], *, num_ranks: int = 2, environment: Mapping[str, str] = {}) -> None:
+        self._directory = Path(tempfile.mkdtemp())
+        self._began = time.monotonic()
+        self._rendezvous = _Rendezvous() if num_ranks > 1 else None
+        self.process_ids: list[int] = []
+        self._ended: dict[int, RankEnded] = {}
+        for rank in range(num_ranks):
+            own = {} if self._rendezvous is None else _environment(rank, num_ranks, self._rendezvous.port)
+            self.process_ids.append(
+                fork_and_run(
+                    lambda rank=rank: self._run(main, rank),
+                    output=self._output(rank),
+                    seed=1 + 1000 * rank,
+                    environment={**own, **environment},
+                )
+            )
+
+    @staticmethod
+    def _run(main: Callable[[int], Any], rank: int) -> None:
+        torch.set_num_threads(1)
+        main(rank)
+
+    def _output(self, rank: int) -> Path:
+        return self._directory / f"output-{rank}.txt"
+
+    def output(self, rank: int) -> str:
+        """Return what a rank has printed so far."""
+        return self._output(rank).read_text() if self._output(rank).exists() else ""
+
+    def send(self, signum: int, *ranks: int) -> None:
+        """Send a signal to these ranks."""
+        for rank in ranks:
+            os.kill(self.process_ids[rank], signum)
+
+    def wait_for(self, text: str, *ranks: int, seconds: float = 30.0) -> None:
+        """Wait until each of these ranks has printed a text."""
+        deadline = time.monotonic() + seconds
+        for rank in ranks:
+            while text not in self.output(rank):
+                if time.monotonic() > deadline or not self._is_running(rank):
+                    raise AssertionError(f"rank {rank} has not printed {text!r}:\n{self.output(rank)}")
+                time.sleep(0.005)
+
+    def _is_running(self, rank: int) -> bool:
+        if rank not in self._ended:
+            done, status = os.waitpid(self.process_ids[rank], os.WNOHANG)
+            if done:
+                seconds = time.monotonic() - self._began
+                self._ended[rank] = RankEnded(os.waitstatus_to_exitcode(status), self.output(rank), seconds)
+        return rank not in self._ended
+
+    def wait(self, *, seconds: float = SECONDS) -> list[RankEnded]:
+        """Wait until all have ended.
+
+        Raises:
+            AssertionError: If they don't: nothing may hang.
+        """
+        deadline = time.monotonic() + seconds
+        while any([self._is_running(rank) for rank in range(len(self.process_ids))]):
+            if time.monotonic() > deadline:
+                outputs = "\n".join(self.output(rank) for rank in range(len(self.process_ids)))
+                raise AssertionError(f"Only the ranks {sorted(self._ended)} have ended:\n{outputs}")
+            time.sleep(0.005)
+        return [self._ended[rank] for rank in range(len(self.process_ids))]
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank, process_id in enumerate(self.process_ids):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process_id, signal.SIGKILL)
+            if rank not in self._ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+                os.waitpid(process_id, 0)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
