@@ -1,5 +1,7 @@
 """What the callback costs a step: fits with it, without it, and with an empty callback, paired in one process.
 
+With ``--ranks n`` in n processes that train together, each with all of these fits in the same order.
+
 Run `python benchmarks/overhead.py --help` from the repository.
 """
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.ranks import in_ranks
 from benchmarks.runs import (
     AugmentedImages,
     BareRandomDataset,
@@ -61,9 +64,9 @@ class Case:
     steps_share: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
 
-    def loader(self, steps: int) -> DataLoader[Any]:
-        """Return a loader of so many batches."""
-        dataset = self.dataset(steps * self.batch_size)
+    def loader(self, steps: int, *, num_ranks: int = 1) -> DataLoader[Any]:
+        """Return a loader of so many batches for each rank."""
+        dataset = self.dataset(steps * self.batch_size * num_ranks)
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
@@ -99,17 +102,30 @@ CASES = {
         model=TimedModel, num_workers=2, target=None, dataset=partial(StatefulStream, 32)
     ),
 }
+# Those whose time is not that of waiting for a core, where each has one or two.
+CASES_OF_RANKS = ("plain", "shuffled", "metrics", "shuffled, 2 workers")
 
 
-def step_times(case: Case, variant: str, steps: int, directory: Path) -> list[float]:
+def step_times(case: Case, variant: str, steps: int, directory: Path, *, num_ranks: int = 1) -> Tensor:
     """Fit once; return the seconds of each step but the first few, in which everything is set up."""
     torch.manual_seed(0)
-    loader, model = case.loader(steps), case.model()
+    loader, model = case.loader(steps, num_ranks=num_ranks), case.model()
     gc.collect()
-    with tempfile.TemporaryDirectory(dir=directory) as root:
-        fit(model, loader, VARIANTS[variant](**case.options), Path(root))
+    fit(model, loader, VARIANTS[variant](**case.options), directory, num_ranks=num_ranks)
     began: list[float] = model.began  # type: ignore[assignment]
-    return [after - before for before, after in zip(began[_WARM_UP_STEPS:], began[_WARM_UP_STEPS + 1 :], strict=False)]
+    return torch.tensor(began[_WARM_UP_STEPS:], dtype=torch.float64).diff()
+
+
+def all_times(
+    case: Case, orders: list[list[str]], steps: int, directory: Path, num_ranks: int = 1
+) -> dict[str, list[Tensor]]:
+    """Fit each variant once in each round, in the order that is given for it; return its step times in each."""
+    found: dict[str, list[Tensor]] = {variant: [] for variant in VARIANTS}
+    for number, order in enumerate(orders):
+        for variant in order:
+            place = directory / f"{number}" / variant  # the same one on each rank
+            found[variant].append(step_times(case, variant, steps, place, num_ranks=num_ranks))
+    return found
 
 
 def lower_half(times: Tensor) -> float:
@@ -117,20 +133,20 @@ def lower_half(times: Tensor) -> float:
     return times.sort().values[: max(1, len(times) // 2)].mean().item()
 
 
-def measure(case: Case, *, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
-    """Return the step times of each variant, and their ratios to those of the fit without."""
+def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: int = 1) -> dict[str, Any]:
+    """Return the step times of each variant, on rank 0, and their ratios to those of the fit without."""
     steps = max(_WARM_UP_STEPS + 10, int(steps * case.steps_share))
-    found: dict[str, list[Tensor]] = {variant: [] for variant in VARIANTS}
-    order = list(VARIANTS)
-    for _ in range(rounds):
-        random.shuffle(order)  # so that no variant always follows the same one
-        for variant in order:
-            found[variant].append(torch.tensor(step_times(case, variant, steps, directory), dtype=torch.float64))
+    # Drawn, so that none always follows the same one; here, so that all ranks have the same order.
+    orders = [random.sample(list(VARIANTS), len(VARIANTS)) for _ in range(rounds)]
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        fits = (case, orders, steps, Path(place), num_ranks)
+        found: dict[str, list[Tensor]] = all_times(*fits) if num_ranks == 1 else in_ranks(all_times, num_ranks, *fits)
     ratios = {variant: _ratio(found[variant], found["without"], lower_half) for variant in ("empty", "with")}
     return {
         "step_us": lower_half(torch.cat(found["without"])) * 1e6,
         "steps": steps,
         "rounds": rounds,
+        "ranks": num_ranks,
         "target": case.target,
         **ratios,
         "with, all steps": _ratio(found["with"], found["without"], lambda times: times.mean().item()),
@@ -153,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure the cases asked for, print a table and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be given several times")
+    parser.add_argument("--ranks", type=int, default=1, help="so many ranks under DDP, over gloo (default: 1)")
     parser.add_argument("--rounds", type=int, default=20, help="fits of each variant (default: 20)")
     parser.add_argument("--steps", type=int, default=500, help="steps of a fit (default: 500)")
     parser.add_argument(
@@ -169,8 +186,14 @@ def main(arguments: list[str] | None = None) -> None:
         f"{'case':32} {'a step':>10} {'empty callback':>15} {'with':>7} {'(90 %)':>15} {'all steps':>10} {'target':>7}"
     )
     with tempfile.TemporaryDirectory() as directory:
-        for name in options.case or CASES:
-            found = measure(CASES[name], rounds=options.rounds, steps=options.steps, directory=Path(directory))
+        for name in options.case or (CASES if options.ranks == 1 else CASES_OF_RANKS):
+            found = measure(
+                CASES[name],
+                rounds=options.rounds,
+                steps=options.steps,
+                directory=Path(directory),
+                num_ranks=options.ranks,
+            )
             results[name] = found
             empty, ours, whole = (f"x{found[key]['ratio']:.3f}" for key in ("empty", "with", "with, all steps"))
             spread = f"({found['with']['low']:.3f}-{found['with']['high']:.3f})"

@@ -141,11 +141,20 @@ class StatefulStream(Stream):
         self.at = state_dict["at"]
 
 
-def fit(model: LightningModule, loader: DataLoader[Any], callbacks: Sequence[Callback], directory: Path) -> Trainer:
+def fit(
+    model: LightningModule,
+    loader: DataLoader[Any],
+    callbacks: Sequence[Callback],
+    directory: Path,
+    *,
+    num_ranks: int = 1,
+) -> Trainer:
     """Fit one epoch on the CPU, with the trainer's defaults but for what it would write and show besides."""
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
+        devices=num_ranks,
+        strategy="auto" if num_ranks == 1 else "ddp",
         callbacks=list(callbacks),
         default_root_dir=directory,
         logger=False,

@@ -36,7 +36,10 @@ class Channel:
         try:
             # Of its own: the default group may be NCCL, which knows no objects on the CPU, and has a time limit of its
             # own. Ranks outside of the group don't take part.
-            self._group = dist.new_group(self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            # A group of some of them is named by its ranks, one of all by a number that no other group ever has: one that
+            # has the name of one that is gone would find its addresses in the store.
+            some = len(self.ranks) < dist.get_world_size()
+            self._group = dist.new_group(self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
         except RuntimeError as error:
             raise self._silence("the first exchange", error) from error
 
