@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
 
@@ -14,8 +14,8 @@ from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
-from lightning_faulttolerant.errors import UnsafeCheckpointError
-from lightning_faulttolerant.state.blobs import blob_to_tensor, pack_blobs
+from lightning_faulttolerant.errors import CheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
@@ -24,13 +24,15 @@ from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
 
 _log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 KEY = parts.KEY
 VERSION = 1
-# A resume doesn't need these, and they may hold any object.
-_OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 
 
 class Autosaver:
@@ -38,25 +40,28 @@ class Autosaver:
 
     Args:
         trainer: Whose fit it is.
-        series: Where they go.
+        series: Where they go; ``None`` on ranks that write none.
         run_state: What goes in besides Lightning's checkpoint.
         options: When.
+        ranks: Who saves together: each of the methods that save is a collective.
         header: Gives what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        series: AutosaveSeries,
+        series: AutosaveSeries | None,
         run_state: RunState,
         options: Options,
         *,
+        ranks: Ranks,
         header: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._trainer = trainer
         self._series = series
         self._run_state = run_state
         self._options = options
+        self._ranks = ranks
         self._header = header
         self._budget = Budget(options.overhead_budget)
         self._writer = BackgroundWriter("autosave")
@@ -65,6 +70,8 @@ class Autosaver:
         """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
         """Until this time of the clock no autosave is due: a boundary need not ask before."""
+        self.counts_steps = options.every_n_train_steps is not None
+        """Whether steps say when an autosave is due, not the time."""
         self._has_failed = False
         """Whether the write behind training has: set by its thread."""
         self.is_dumping = False
@@ -103,24 +110,38 @@ class Autosaver:
         error = self._writer.take_error()
         if error is not None:
             raise error
-        checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
+        checkpoint = self._gathered(position, self._run_state.state_dict(position))
+        is_written = self._on_first("save", lambda: self._save_behind(checkpoint, position, began))
+        if checkpoint is None:
+            self._note(position, began)
+            self.saved = position if is_written else self.saved
+
+    def _save_behind(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
+        """Begin to write behind training; return whether it was written at once instead."""
+        assert checkpoint is not None
         self._run_state.files.flush()
         try:
             staged = self._staging.copy(checkpoint)
         except Exception as error:  # noqa: BLE001 - deepcopy runs users' code; what it can't copy torch.save may write
             _log.warning("A copy to be written behind training failed, so this save is waited for: %r", error)
-            self._save(checkpoint, position, began)
-            return
+            self._write_now(checkpoint, position, began)
+            return True
         self._has_failed = False
         self._writer.start(partial(self._write_behind, staged, position))
         self._note(position, began)
+        return False
 
     def save(self, position: Position) -> None:
         """Save the state of this instant."""
         began = self._budget.now()
         self.settle()
-        checkpoint = self._dump(self.make_part(position, self._run_state.state_dict(position)))
-        self._save(checkpoint, position, began)
+        self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
+
+    def save_unless_saved(self, position: Position) -> None:
+        """Save the state of this instant, unless that was done just now."""
+        self.settle()
+        if self._ranks.from_first("saved", self.saved) != position:
+            self.save(position)
 
     def save_capture(self, capture: Capture) -> None:
         """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
@@ -131,9 +152,7 @@ class Autosaver:
         # Until the file is written: a state_dict holds the buffers themselves, not copies.
         load_buffers(module, capture.buffers)
         try:
-            checkpoint = self._dump(self.make_part(capture.position, capture.state))
-            put_instead(checkpoint, capture.instead(), capture.position, self._trainer)
-            self._save(checkpoint, capture.position, began)
+            self._save(self._gathered(capture.position, capture.state, capture), capture.position, began)
         finally:
             load_buffers(module, now)
 
@@ -149,40 +168,85 @@ class Autosaver:
         self.settle()
         self._staging.clear()
 
-    def make_part_for(self, save: HookSave) -> dict[str, Any]:
-        """Return our part of a checkpoint that somebody else asks for."""
+    def put_part(self, checkpoint: dict[str, Any], save: HookSave) -> None:
+        """Put our part into a checkpoint that somebody else asks for; a collective, but for one of a rank by itself."""
         self._run_state.files.flush()
+        ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         more = {"instead": save.instead, "before_validation": save.before_validation}
-        return {
-            **self.make_part(save.position, save.state),
-            "behind": list(save.behind),
-            "inexact": list(save.inexact),
-            **{name: dict(value) for name, value in more.items() if value is not None},
-        }
+        part = self._part_of_all(ranks, save.position, save.state, checkpoint)
+        if part is not None:
+            own = {name: dict(value) for name, value in more.items() if value is not None}
+            checkpoint[KEY] = {**part, "behind": list(save.behind), "inexact": list(save.inexact), **own}
 
-    def make_part(self, position: Position, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our part of a checkpoint."""
+    def _part_of_all(
+        self, ranks: Ranks, position: Position, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return our part of a checkpoint on rank 0, ``None`` on the others."""
+        header = self._header()
+        if ranks.num_ranks > 1:
+            state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
+        packed = gather(ranks, position, state, full_state(state, checkpoint, self._trainer.lightning_module))
+        if packed is None:
+            return None
+        world_size = self._trainer.world_size
         return {
             "version": VERSION,
-            "world_size": self._trainer.world_size,
+            "world_size": world_size,
             "position": position.state_dict(),
-            **self._header(),
-            "ranks": [pack_blobs(state)],
+            **header,
+            "ranks": packed,
         }
 
-    def _dump(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _gathered(
+        self, position: Position, state: Mapping[str, Any], capture: Capture | None = None
+    ) -> dict[str, Any] | None:
+        """Return the whole checkpoint on rank 0, ``None`` on the others."""
         self.is_dumping = True
         try:
             checkpoint = compat.dump_checkpoint(self._trainer)
         finally:
             self.is_dumping = False
-        opaque = {key: checkpoint.pop(key) for key in _OPAQUE_KEYS if key in checkpoint}
+        opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
+        if capture is not None:
+            put_instead(checkpoint, capture.instead(), position, self._trainer)
+        part = self._part_of_all(self._ranks, position, state, checkpoint)
+        if part is None:
+            return None
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
-    def _save(self, checkpoint: dict[str, Any], position: Position, began: float) -> None:
+    def _on_first(self, step: str, write: Callable[[], _Result]) -> _Result:
+        """Write on rank 0, and let all ranks know the outcome.
+
+        Raises:
+            CheckpointError: On the others, if it failed; what it raises on rank 0 is raised there as it is.
+        """
+        if self._ranks.num_ranks == 1:
+            return write()
+        if self._ranks.rank > 0:
+            told: tuple[str, _Result] = self._ranks.from_first(step, None)
+            failure, result = told
+            if failure:
+                raise CheckpointError(f"Rank 0 could not save, the autosaves so far are there: {failure}")
+            return result
+        try:
+            result = write()
+        except Exception as error:
+            self._ranks.from_first(step, (f"{type(error).__name__}: {error}", None))
+            raise
+        self._ranks.from_first(step, ("", result))
+        return result
+
+    def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
+        self._on_first("save", lambda: self._write_now(checkpoint, position, began))
+        if checkpoint is None:
+            self.saved = position
+            self._note(position, began)
+
+    def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
+        assert checkpoint is not None
         is_first = self._last_step is None
         self._run_state.files.flush()
         path = self._write(checkpoint, position)
@@ -196,6 +260,7 @@ class Autosaver:
     def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
         _check_loads(checkpoint)
+        assert self._series is not None
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
         return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
 

@@ -14,6 +14,7 @@ from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, position_of
+from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.save_hook import overrides_save_hook
 from lightning_faulttolerant.trainer.stop import Agreement, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import Loaders
@@ -29,6 +30,7 @@ class Boundary:
         autosaver: Writes autosaves.
         stop: The stop signals.
         agreement: How the ranks agree on a stop.
+        ranks: Those ranks.
         overhead_budget: Share of the time that captures may take.
         hook_saves: Knows whether somebody needs one at each boundary all the same.
     """
@@ -42,6 +44,7 @@ class Boundary:
         autosaver: Autosaver,
         stop: StopSignals,
         agreement: Agreement,
+        ranks: Ranks,
         overhead_budget: float,
         hook_saves: HookSaves,
     ) -> None:
@@ -51,6 +54,7 @@ class Boundary:
         self._autosaver = autosaver
         self._stop = stop
         self._agreement = agreement
+        self._ranks = ranks
         self._budget = Budget(overhead_budget)
         self._hook_saves = hook_saves
         self.fetches_from_workers = loaders.has_workers()
@@ -65,7 +69,7 @@ class Boundary:
             self._save_for_stop()
             raise stopped_by(signum, str(position_of(self._trainer, BOUNDARY)))
         now = self._budget.now()
-        if now >= self._autosaver.due_at and self._autosaver.is_due():
+        if self._is_due(now):
             self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
         if now >= self._budget.next_at or self._hook_saves.wants_captures:
             began = self._budget.now()
@@ -73,6 +77,10 @@ class Boundary:
             self._budget.spend(began)
         if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
+
+    def _is_due(self, now: float) -> bool:
+        is_due = now >= self._autosaver.due_at and self._autosaver.is_due()
+        return is_due if self._autosaver.counts_steps else bool(self._ranks.from_first("due", is_due))
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
@@ -94,6 +102,8 @@ class Boundary:
 
         Nothing is saved where parameters have moved since the last capture: the last autosave is a right state.
         """
+        if self._ranks.num_ranks > 1:  # the others may be anywhere
+            return False
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
@@ -124,7 +134,5 @@ class Boundary:
         return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()
 
     def _save_for_stop(self) -> None:
-        position = position_of(self._trainer, BOUNDARY)
-        if self._autosaver.saved != position:
-            with self._stop.saving():
-                self._autosaver.save(position)
+        with self._stop.saving():
+            self._autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))

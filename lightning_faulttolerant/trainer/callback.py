@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer import compat, under_way
-from lightning_faulttolerant.trainer.autosave import KEY
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -142,7 +141,7 @@ class FaultTolerance(Callback):
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
         session = None if self._is_of_another(trainer) else self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
-            checkpoint[KEY] = session.part_for_others()
+            session.put_part(checkpoint)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""
@@ -176,9 +175,4 @@ def _check_supported(trainer: Any) -> None:
             f"FaultTolerance serves lightning.pytorch.Trainer, and this is a {type(trainer).__module__}."
             f"{type(trainer).__name__}: the pytorch_lightning package has classes of its own. Nothing would be saved."
             " Use `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
-        )
-    if trainer.world_size > 1:
-        raise UnsupportedTrainerError(
-            f"FaultTolerance serves one process for now, and this Trainer has {trainer.world_size}. The states of the"
-            " other ranks would be lost. Train on one device, or leave the callback out."
         )

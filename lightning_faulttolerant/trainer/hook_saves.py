@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -60,6 +60,7 @@ class HookSave:
         inexact: Why the run can't go on exactly.
         instead: What replaces parts of Lightning's checkpoint on a resume.
         before_validation: What is to be put back behind the validation run that is under way.
+        is_of_one_rank: Whether the other ranks may not save now, so that their states can't be had.
     """
 
     position: Position
@@ -68,6 +69,7 @@ class HookSave:
     inexact: tuple[str, ...] = ()
     instead: Mapping[str, Any] | None = None
     before_validation: Mapping[str, Any] | None = None
+    is_of_one_rank: bool = False
 
 
 class HookSaves:
@@ -94,6 +96,9 @@ class HookSaves:
             capture: The last one that was taken, if any.
         """
         save = self._made(hook, saver, capture)
+        if hook == "on_exception" and self._trainer.world_size > 1:
+            lost = "an exception ended this rank, and the states of the others are not in it"
+            save = replace(save, inexact=(*save.inexact, lost), is_of_one_rank=True)
         if save.inexact and hook not in self._warned_of:
             self._warned_of.add(hook)
             reasons = "; ".join(save.inexact)

@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
-from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
@@ -25,6 +24,7 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, state_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -43,6 +43,7 @@ class Resume:
         loaders: The fit's loaders.
         fingerprint: What this run is.
         files: What it has written beside its autosaves.
+        rank: Which of the states in it is this process's.
         strict: Whether what can't be restored exactly is an error.
         nearest: The newest autosave of this run, to name where this checkpoint won't do.
 
@@ -58,6 +59,7 @@ class Resume:
         fingerprint: Fingerprint,
         files: RunFiles,
         *,
+        rank: int,
         strict: bool,
         nearest: str | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class Resume:
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._files = files
+        self._rank = rank
         self._strict = strict
         self._nearest = nearest
         self._began = time.monotonic()
@@ -80,7 +83,7 @@ class Resume:
         if self._part is None:
             self._without_our_part(choice.checkpoint or {})
         else:
-            self._read(self._part)
+            self._read(self._part, choice.checkpoint or {})
 
     def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
         self._not_exact.append(
@@ -89,7 +92,7 @@ class Resume:
         )
         self._loaders.lightning_restores = any(loader_states(checkpoint))
 
-    def _read(self, part: Mapping[str, Any]) -> None:
+    def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         if part["version"] > VERSION:
             raise CheckpointError(
                 f"{self._path} was written in format {part['version']}, this version of the package reads up to"
@@ -102,10 +105,12 @@ class Resume:
             self.position = None
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
-        self._state = unpack_blobs(part["ranks"][0])
+        self._state = state_of(part, self._rank, checkpoint)
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
+        if FINGERPRINT in self._state:  # data sets may differ from rank to rank
+            self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.goes_on = "loaders" in self._state
         self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
         if self._not_exact and self._strict:
@@ -118,6 +123,7 @@ class Resume:
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
             self._callback_states = checkpoint["callbacks"]
+        checkpoint.update(self._state.get(LIGHTNINGS, {}))
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
         if "loops" in checkpoint:

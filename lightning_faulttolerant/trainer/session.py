@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,17 +10,15 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
+from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored, write_atomically
-from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.environment import is_manual
-from lightning_faulttolerant.trainer.files.compat import given_checkpoint
-from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
@@ -34,7 +30,6 @@ from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
 from lightning_faulttolerant.trainer.stop import SoleRank, StopSignals, stopped_by
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
@@ -56,15 +51,13 @@ class Session:
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self.trainer = self._trainer = trainer
         self._options = options
-        dirpath = options.dirpath or open_store(trainer.default_root_dir).path("fault_tolerance")
-        self._run: Run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
-        self._series = self._run.begin_fit(keep_last=options.keep_last)
         is_per_sample = options.worker_rng == "per_sample"
         self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
         self._fingerprint = Fingerprint(trainer)
         self._stop = StopSignals(options.signals, grace_seconds=options.grace_seconds)
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
+        self._beginning = Beginning(trainer, options, self._files)
         self._choice: Choice | None = None
         self._has_started = self.is_open = False
         self._resume: Resume | None = None
@@ -81,13 +74,14 @@ class Session:
 
     def begin(self) -> None:
         """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
-        given = given_checkpoint(self._trainer)
-        if given is not None:
-            self._choice = choose(self._trainer, self._series, given[0], self._options)
-            go_on_in_files(self._files, self._run, self._choice)
+        self._beginning.begin()
+        if not self._beginning.is_connected:
+            self._patches.wrap(self._trainer.strategy, "setup_environment", self._wrap_setup_environment)
 
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
+        if not self._beginning.is_connected:
+            self._beginning.connect()
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._files.follow()
@@ -117,7 +111,7 @@ class Session:
 
     def finish(self) -> None:
         """End a fit that came to its end."""
-        self._run.end_fit()
+        self._beginning.end_fit()
         self.close()
 
     def interrupt(self, exception: BaseException) -> None:
@@ -144,9 +138,17 @@ class Session:
         self._files.put_back()
         if self.autosaver is not None:
             self.autosaver.close()
+        self._beginning.ranks.close()
         self._boundary = self.autosaver = self._run_state = None
 
     # What the seams do.
+
+    def _wrap_setup_environment(self, original: Method) -> Method:
+        def setup_environment() -> None:
+            original()
+            self._beginning.connect()
+
+        return setup_environment
 
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -155,8 +157,7 @@ class Session:
                     original(checkpoint_path, *args, **kwargs)
                 return
             self._has_started = True
-            if self._choice is None:
-                self._choice = choose(self._trainer, self._series, checkpoint_path, self._options)
+            self._choice = self._beginning.choose(checkpoint_path)
             if self._choice.checkpoint is None:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
@@ -176,19 +177,20 @@ class Session:
             self._loaders,
             self._fingerprint,
             self._files,
+            rank=self._beginning.ranks.rank,
             strict=self._options.strict,
             nearest=self._choice.sets_aside,
         )
-        set_aside(self._series, self._choice)
+        self._beginning.set_aside()
         self._resume.prepare(compat.loaded_checkpoint(self._trainer))
 
-    def part_for_others(self) -> dict[str, Any]:
-        """Return our part of a checkpoint that somebody else asks for now."""
+    def put_part(self, checkpoint: dict[str, Any]) -> None:
+        """Put our part into a checkpoint that somebody else asks for now."""
         assert self.autosaver is not None
         assert self._hook_saves is not None
         hook, saver = compat.running_hook(self._trainer)
         save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
-        return self.autosaver.make_part_for(save)
+        self.autosaver.put_part(checkpoint, save)
 
     def _wrap_restore_training_state(self, original: Method) -> Method:
         def restore_training_state() -> None:
@@ -219,12 +221,14 @@ class Session:
         origin = self._choice.origin if self._choice is not None else None
         if self._choice is not None:
             self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
+            self._beginning.forget_checkpoint()
         header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,
-            self._series,
+            self._beginning.series,
             self._run_state,
             self._options,
+            ranks=self._beginning.ranks,
             header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
         )
 
@@ -325,6 +329,7 @@ class Session:
                 autosaver=self.autosaver,
                 stop=self._stop,
                 agreement=SoleRank(),
+                ranks=self._beginning.ranks,
                 overhead_budget=self._options.overhead_budget,
                 hook_saves=self._hook_saves,
             )

@@ -1,0 +1,80 @@
+"""What of a state differs from another one: the states of many ranks are mostly alike, and each is kept once.
+
+A state is nested dicts of tensors, bytes, lists and plain values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_faulttolerant.state.blobs import tensor_to_blob
+
+_DIGEST_BYTES = 16
+_KEYS, _OWN = "keys", "own"
+
+
+def digests_of(state: Any) -> Any:
+    """Return the dicts of `state` with a digest in the place of everything else."""
+    if isinstance(state, Mapping):
+        return {key: digests_of(value) for key, value in state.items()}
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    _feed(digest, state)
+    return digest.digest()
+
+
+def difference(state: Mapping[str, Any], digests: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `patched` needs to make `state` of the one that `digests` are of.
+
+    Args:
+        state: A state.
+        digests: What `digests_of` gave of another one.
+    """
+    own: dict[str, Any] = {}
+    for key, value in state.items():
+        other = digests.get(key)
+        if not isinstance(value, Mapping) or not isinstance(other, Mapping):
+            if key not in digests or digests_of(value) != other:
+                own[key] = [value]
+        elif digests_of(value) != other:
+            own[key] = difference(value, other)
+    return {_KEYS: list(state), _OWN: own}
+
+
+def patched(reference: Mapping[str, Any], delta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of which `difference` from `reference` gave `delta`.
+
+    A part that `reference` lacks although it had it then is left out.
+    """
+    state = {}
+    for key in delta[_KEYS]:
+        if key not in delta[_OWN]:
+            if key in reference:
+                state[key] = reference[key]
+            continue
+        own = delta[_OWN][key]
+        state[key] = own[0] if isinstance(own, list) else patched(reference.get(key, {}), own)
+    return state
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{list(value.shape)}".encode())
+        digest.update(tensor_to_blob(value.detach().cpu()))
+    elif isinstance(value, Mapping):
+        digest.update(f"d{len(value)}".encode())
+        for key in value:
+            _feed(digest, key)
+            _feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"l{len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    elif isinstance(value, bytes):
+        digest.update(b"b%d" % len(value) + value)
+    else:
+        text = f"{type(value).__name__}{value!r}".encode()
+        digest.update(b"v%d" % len(text) + text)

@@ -1,0 +1,175 @@
+"""The beginning of a fit: rank 0 opens the run and chooses what the fit goes on from, the others follow.
+
+Rank 0 does so before its loggers begin their files, when there is no process group yet: the others learn of it as soon
+as there is one, and of its failure too.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
+from lightning_faulttolerant.trainer.files.compat import given_checkpoint
+from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
+from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """What rank 0 tells the others."""
+
+    choice: Choice | None = None
+    mark: str = ""
+    goes_on: bool = False
+    error: Exception | None = None
+
+
+class Beginning:
+    """What a fit goes on from, and where it saves.
+
+    Args:
+        trainer: Whose fit it is.
+        options: The callback's.
+        files: What the run has written beside its autosaves.
+
+    Raises:
+        CheckpointError: If there is one rank only, and it can't save where it is to.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, files: RunFiles) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._files = files
+        self._run: Run | None = None
+        self._error: Exception | None = None
+        self.series: AutosaveSeries | None = None
+        """The autosaves of this fit, on rank 0."""
+        self.ranks: Ranks = Alone()
+        self.is_connected = trainer.world_size == 1
+        self.choice: Choice | None = None
+        """What the fit goes on from; ``None`` until it is known."""
+
+    def begin(self) -> None:
+        """Open the run and choose, on rank 0; to be called before its loggers begin their files."""
+        if self._trainer.local_rank or self._trainer.node_rank:  # the global rank is not always known yet
+            return
+        try:
+            self._open()
+            given = given_checkpoint(self._trainer)
+            if given is not None:
+                assert self.series is not None
+                self.choice = choose(self._trainer, self.series, given[0], self._options)
+                assert self._run is not None
+                go_on_in_files(self._files, self._run, self.choice)
+        except Exception as error:
+            if self._trainer.world_size == 1:
+                raise
+            self._error = error  # the others wait for a process group: they are told when it is there
+
+    def _open(self) -> None:
+        options = self._options
+        dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path("fault_tolerance")
+        self._run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        self.series = self._run.begin_fit(keep_last=options.keep_last)
+
+    def connect(self) -> None:
+        """Connect the ranks, and let those behind rank 0 know what it has found; a collective.
+
+        Raises:
+            Exception: What `begin` has raised on rank 0, on every rank.
+        """
+        self.ranks = connect(self._trainer)
+        self.is_connected = True
+        self._tell()
+
+    def choose(self, checkpoint_path: Any) -> Choice:
+        """Return what the fit goes on from, chosen now if it was not before; a collective.
+
+        Args:
+            checkpoint_path: What Lightning would restore from.
+        """
+        if self.choice is None:
+            if self.ranks.rank == 0:
+                try:
+                    assert self.series is not None
+                    self.choice = choose(self._trainer, self.series, checkpoint_path, self._options)
+                except Exception as error:
+                    if self.ranks.num_ranks == 1:
+                        raise
+                    self._error = error
+            self._tell()
+        assert self.choice is not None
+        return self.choice
+
+    def _tell(self) -> None:
+        if self.ranks.num_ranks == 1:
+            return
+        own = _Told(
+            choice=self.choice and self.choice.with_checkpoint(None),
+            mark=self._files.mark,
+            goes_on=self._files.goes_on,
+            error=self._error and _picklable(self._error),
+        )
+        told: _Told = self.ranks.from_first("what the fit goes on from", own)
+        if told.error is not None:
+            raise self._error or told.error
+        if self.ranks.rank > 0:
+            self._files.mark, self._files.goes_on = told.mark, told.goes_on
+            self.choice = told.choice
+        self._read_on_others()
+
+    def _read_on_others(self) -> None:
+        """Read the autosave on the other ranks too; if one of them can't, all raise."""
+        choice = self.choice
+        if choice is None or not choice.is_autosave:
+            return
+        failure = ""
+        if self.ranks.rank > 0:
+            try:
+                self.choice = choice.with_checkpoint(load_file(str(choice.path)))
+            except Exception as error:  # noqa: BLE001 - raised on all ranks below
+                failure = f"{type(error).__name__}: {error}"
+        failures = self.ranks.to_first("read", failure)
+        found = None if failures is None else {rank: text for rank, text in enumerate(failures) if text}
+        found = self.ranks.from_first("who can't read", found)
+        if found:
+            lines = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+            raise RanksLostError(
+                f"{choice.path} can't be read by all ranks. {lines}. Every rank resumes from the same file: pass"
+                " FaultTolerance(dirpath=...) a directory or URL that all of them see."
+            )
+
+    def set_aside(self) -> None:
+        """Set the autosaves aside that the choice leaves behind."""
+        if self.series is not None and self.choice is not None:
+            set_aside(self.series, self.choice)
+
+    def forget_checkpoint(self) -> None:
+        """Give the memory of the checkpoint back: it is as large as the model and its optimizers together."""
+        self.choice = self.choice and self.choice.with_checkpoint(None)
+
+    def end_fit(self) -> None:
+        """Note that the fit came to its end."""
+        if self._run is not None:
+            self._run.end_fit()
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - what can't travel is told in words
+        return CheckpointError(f"Rank 0: {type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,97 @@
+"""The states of all ranks become one checkpoint, and each rank gets its own back.
+
+Rank 0's state is kept whole, of the others only what differs from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.differences import difference, digests_of, patched
+from lightning_faulttolerant.state.tensors import buffers_state
+from lightning_faulttolerant.trainer.files.parts import KEY
+from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.group import Ranks
+
+LIGHTNINGS = "lightning"
+"""What Lightning's checkpoint of a rank holds that may be another rank's own, in that rank's state."""
+BUFFERS = "buffers"
+FINGERPRINT = "fingerprint"
+
+OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
+"""A resume doesn't need these, and they may hold any object."""
+
+# The same on every rank: weights are synchronised, and loops count together.
+_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops", KEY)
+
+
+def full_state(state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:
+    """Return the state of a rank with what Lightning would keep of rank 0 only."""
+    return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: {**buffers_state(module), **state.get(BUFFERS, {})}}
+
+
+def gather(
+    ranks: Ranks, position: Position, state: Mapping[str, Any], full: Mapping[str, Any]
+) -> list[dict[str, Any]] | None:
+    """Return the packed states of all ranks on rank 0, ``None`` on the others; a collective.
+
+    Args:
+        ranks: Who takes part.
+        position: Where this one is; all must be at the same place.
+        state: Of this rank, as it is kept of rank 0.
+        full: The same by `full_state`.
+
+    Raises:
+        RanksLostError: If the ranks are at different places, or one of them is gone.
+    """
+    if ranks.num_ranks == 1:
+        return [pack_blobs(state)]
+    digests = ranks.from_first("digests", digests_of(full) if ranks.rank == 0 else None)
+    own = state if ranks.rank == 0 else difference(full, digests)
+    told = ranks.to_first("state", (position, on_cpu(pack_blobs(own))))
+    if told is None:
+        return None
+    elsewhere = {place: str(other) for place, (other, _) in enumerate(told) if other != position}
+    if elsewhere:
+        raise RanksLostError(f"rank 0 would save {position}, but these are elsewhere: {elsewhere}")
+    return [packed for _, packed in told]
+
+
+def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a rank.
+
+    Args:
+        part: Our part of the checkpoint.
+        rank: Which.
+        checkpoint: The whole.
+
+    Raises:
+        CheckpointError: If there is none of that rank.
+    """
+    packed: Sequence[Mapping[str, Any]] = part["ranks"]
+    if rank >= len(packed):
+        raise CheckpointError(f"The checkpoint has the states of {len(packed)} ranks, and none of rank {rank}.")
+    first = unpack_blobs(packed[0])
+    if rank == 0:
+        return first
+    return patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed[rank]))
+
+
+def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.items() if key not in (*_SHARED, *OPAQUE_KEYS)}
+
+
+def on_cpu(state: Any) -> Any:
+    """Return `state` with its tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: on_cpu(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [on_cpu(value) for value in state]
+    return state
