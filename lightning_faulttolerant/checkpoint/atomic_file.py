@@ -225,6 +225,12 @@ def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
     return time.time() - changed > ABANDONED_AFTER_SECONDS
 
 
+def is_of_this_process(name: str) -> bool:
+    """Tell whether this process has made a temporary name."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
+
+
 def target_name(name: str) -> str | None:
     """Return the name that a temporary file was to get, cut if it was very long; ``None`` of any other file."""
     found = _TEMPORARY_NAME.fullmatch(name)

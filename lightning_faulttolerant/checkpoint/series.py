@@ -16,7 +16,13 @@ from typing import IO, Any, TypeVar, final
 
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import flushed_meanwhile, is_unchanged_for_long, leftovers
+from lightning_faulttolerant.checkpoint.atomic_file import (
+    flushed_meanwhile,
+    is_of_this_process,
+    is_unchanged_for_long,
+    leftovers,
+    target_name,
+)
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
@@ -327,8 +333,10 @@ class AutosaveSeries:
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
         names = self._names(listing)
-        surely_dead = dict(leftovers(names, other_hosts=other_hosts))
-        for name, target in leftovers(names, other_hosts=True):
+        # Directories of our own too: those that could not be deleted, or whose save has failed.
+        own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
+        surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
+        for name, target in (*leftovers(names, other_hosts=True), *own.items()):
             if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
                 _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
