@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_faulttolerant.testing.exactness import _compare, _Runs
+from lightning_faulttolerant.testing.exactness import Runs
+from lightning_faulttolerant.testing.traces import compare
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.runs import Net, fit_net
@@ -105,18 +106,18 @@ def assert_goes_on_from(
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         # Captures as often as it takes; a first save by an unforeseen way would have none otherwise.
-        runs = _Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 120.0)
+        runs = Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 120.0)
         reference = runs.start("uninterrupted", [], seed=1, with_callback=False)
         assert reference.exit_code == 0, reference.output
         saved = runs.start("saved", [], seed=1, with_callback=True)
         assert saved.exit_code == 0, saved.output
-        _compare(reference.events, saved.events, "the run with the callback")
+        compare([reference.events], [saved.events], "the run with the callback")
         assert (root / "saved" / NAME).exists(), saved.output
         (root / "resumed").mkdir()
         (root / "resumed" / _FROM).write_text(str(root / "saved" / NAME))
         resumed = runs.start("resumed", [], seed=99, with_callback=True)
         assert resumed.exit_code == 0, resumed.output
-        _compare(_behind(reference.events, hook), _unmarked(resumed.events), f"the run that goes on from {hook}")
+        compare([_behind(reference.events, hook)], [_unmarked(resumed.events)], f"the run that goes on from {hook}")
 
 
 def _behind(events: list[dict[str, Any]], hook: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.testing.exactness import fork_and_run
+from lightning_faulttolerant.testing.processes import fork_and_run
 
 
 @dataclass(frozen=True)

@@ -135,33 +135,42 @@ class KillAt(Callback):
         signum: Which signal.
         to_group: Whether the whole process group gets it, as with Ctrl-C in a terminal.
         hook: Where in the batch: ``start``, ``end`` or ``validation`` (the first validation batch behind it).
+        rank: On which rank; on all by default.
     """
 
     def __init__(
-        self, batch: int, *, signum: int = signal.SIGKILL, to_group: bool = False, hook: str = "start"
+        self,
+        batch: int,
+        *,
+        signum: int = signal.SIGKILL,
+        to_group: bool = False,
+        hook: str = "start",
+        rank: int | None = None,
     ) -> None:
         self._batch = batch
         self._signum = signum
         self._to_group = to_group
         self._hook = hook
+        self._rank = rank
         self._seen = -1
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Count, and strike if it is time."""
         self._seen += 1
-        self._strike("start")
+        self._strike("start", trainer)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Strike if it is time."""
-        self._strike("end")
+        self._strike("end", trainer)
 
     def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Strike if it is time."""
         if not trainer.sanity_checking:
-            self._strike("validation")
+            self._strike("validation", trainer)
 
-    def _strike(self, hook: str) -> None:
-        if self._seen == self._batch and self._hook == hook:
+    def _strike(self, hook: str, trainer: Trainer) -> None:
+        is_here = self._rank is None or self._rank == trainer.global_rank
+        if is_here and self._seen == self._batch and self._hook == hook:
             self._batch = -2
             if self._to_group:
                 os.killpg(os.getpgid(0), self._signum)

@@ -1,0 +1,224 @@
+"""Runs a function in forked processes, one for each rank, as torchrun would start, watch and end them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+_HOST = "127.0.0.1"
+# How long the others have when one has failed; torchrun gives them 30 seconds.
+_GRACE_SECONDS = 10.0
+
+
+def fork_and_run(
+    main: Callable[[], Any], *, output: Path, seed: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Run `main` in a forked process, leader of a group of its own; return the process id.
+
+    Args:
+        main: What to run; ``SystemExit`` and other exceptions give the exit code that a script would have.
+        output: A file for all that it prints.
+        seed: For the generators of Python, NumPy and torch.
+        environment: Variables of its environment.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process_id = os.fork()
+    if process_id:
+        return process_id
+    code = 1
+    # What the parent has left over is not to be collected here: a finalizer may wait for a thread that was not forked.
+    gc.freeze()
+    try:
+        os.setsid()
+        os.environ.update(environment or {})
+        _print_to(output)
+        _seed_everything(seed)
+        main()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - whatever ends a run is its outcome
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, timeout_seconds: float) -> int:
+    """Run `main` in one process for each rank, and wait for all of them.
+
+    The processes of several ranks have one thread for arithmetic and the environment that torchrun would give them.
+    When one of them fails, the others get SIGTERM, and SIGKILL 10 seconds later.
+
+    Args:
+        main: Gets the rank.
+        outputs: For each rank a file for all that it prints.
+        seed: For rank 0's generators; each other rank has one of its own.
+        timeout_seconds: How long the processes may take.
+
+    Returns:
+        0 if all came to their end, else the exit code of the one that failed first; negative for a signal.
+
+    Raises:
+        TimeoutError: If they did not end in time; they are killed.
+    """
+    num_ranks = len(outputs)
+    rendezvous = None if num_ranks == 1 else _Rendezvous()
+    processes = _Processes()
+    try:
+        for rank, output in enumerate(outputs):
+            environment = {} if rendezvous is None else _environment(rank, num_ranks, rendezvous.port)
+            process_id = fork_and_run(
+                lambda rank=rank: _run_rank(main, rank, num_ranks),  # type: ignore[misc]  # mypy: can't infer it
+                output=output,
+                seed=seed + 1_000_000 * rank,
+                environment=environment,
+            )
+            processes.running.append(process_id)
+        return processes.wait(timeout_seconds)
+    finally:
+        processes.kill()
+        if rendezvous is not None:
+            rendezvous.close()
+
+
+def _run_rank(main: Callable[[int], Any], rank: int, num_ranks: int) -> None:
+    if num_ranks > 1:
+        torch.set_num_threads(1)  # more would be more than there are cores, and sums depend on how many there are
+    main(rank)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun tells its processes, by which Lightning knows that it need not start any."""
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "ROLE_WORLD_SIZE": num_ranks,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "assert_resumes_exactly",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+@final
+class _Rendezvous:
+    """Where ranks meet, on a port that nobody else can have taken meanwhile: in a process of its own, as torchrun's.
+
+    Not in this process: forking one that has threads may hang.
+    """
+
+    def __init__(self) -> None:
+        port_read, port_write = os.pipe()
+        ended_read, self._ended = os.pipe()
+        self._process_id = os.fork()
+        if self._process_id == 0:
+            try:
+                os.close(self._ended)
+                store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+                os.write(port_write, f"{store.port}\n".encode())
+                os.read(ended_read, 1)  # returns when all who have the other end are gone, however that came
+            finally:
+                os._exit(0)
+        os.close(ended_read)
+        os.close(port_write)
+        with os.fdopen(port_read) as pipe:
+            self.port = int(pipe.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        os.close(self._ended)
+        _kill(self._process_id, os.kill)
+        os.waitpid(self._process_id, 0)
+
+
+@final
+class _Processes:
+    """The processes of one run, each the leader of a group of its own."""
+
+    def __init__(self) -> None:
+        self.running: list[int] = []
+        self._failure = 0
+        self._kill_at = float("inf")
+
+    def wait(self, timeout_seconds: float) -> int:
+        deadline = time.monotonic() + timeout_seconds
+        while self.running:
+            for process_id in list(self.running):
+                done, status = os.waitpid(process_id, os.WNOHANG)
+                if done:
+                    _kill(process_id, os.killpg)  # workers that outlive a killed process
+                    self.running.remove(process_id)
+                    self._note(os.waitstatus_to_exitcode(status))
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"A run did not end within {timeout_seconds:g} seconds.")
+            if time.monotonic() > self._kill_at:
+                self.kill()
+            time.sleep(0.005)
+        return self._failure
+
+    def _note(self, exit_code: int) -> None:
+        if exit_code == 0 or self._failure:
+            return
+        self._failure = exit_code
+        self._kill_at = time.monotonic() + _GRACE_SECONDS
+        for process_id in self.running:
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill those that still run, and their workers."""
+        for process_id in self.running:
+            _kill(process_id, os.killpg)
+            _kill(process_id, os.kill)  # one that has not yet made its group
+            os.waitpid(process_id, 0)
+        self.running.clear()
+
+
+def _kill(process_id: int, kill: Callable[[int, int], None]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        kill(process_id, signal.SIGKILL)
+
+
+def _print_to(output: Path) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # A test runner may have put objects of its own here, and loggers have kept the streams of their time.
+    sys.stdout = sys.stderr = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the end
+    loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    logging.getLogger("lightning_faulttolerant").addHandler(logging.StreamHandler())
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)

@@ -1,0 +1,105 @@
+"""What a run did on each of its ranks, event by event, and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class NotTheSame(AssertionError):  # noqa: N818 - reads as what it says
+    """An interrupted run, resumed, did not do what the uninterrupted one did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What one rank's process did.
+
+    Args:
+        events: In order, without the one that says where it went on.
+        resumed: That one, if it went on from a checkpoint and came as far as the next batch or validation run.
+    """
+
+    events: list[Event]
+    resumed: Event | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the processes of a run ended, and what they did.
+
+    Args:
+        exit_code: 0 if all came to their end, else of the one that failed first; negative for a signal.
+        traces: One of each rank.
+        output: The end of what they printed.
+    """
+
+    exit_code: int
+    traces: Sequence[Trace]
+    output: str
+
+    @property
+    def events(self) -> list[Event]:
+        """What rank 0 did."""
+        return self.traces[0].events
+
+    @property
+    def resumed(self) -> Event | None:
+        """Where the ranks went on, which must be one place.
+
+        Raises:
+            NotTheSame: If they went on in different places, or one of them from the beginning.
+        """
+        places = {rank: trace.resumed for rank, trace in enumerate(self.traces) if trace.resumed or trace.events}
+        if len({str(place) for place in places.values()}) > 1:
+            told = "\n".join(f"  rank {rank}: {json.dumps(place)}" for rank, place in places.items())
+            raise NotTheSame(f"The ranks went on in different places.\n{told}\n{self.output}")
+        return next(iter(places.values()), None)
+
+
+def read_trace(path: Path) -> Trace:
+    """Return what a recorder has written; nothing, if it was never called."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [json.loads(line) for line in lines]
+    resumed = [event for event in events if event["event"] == "resumed"]
+    return Trace(
+        events=[event for event in events if event["event"] != "resumed"], resumed=resumed[0] if resumed else None
+    )
+
+
+def before(events: list[Event], resumed: Event | None) -> list[Event]:
+    """Return the events in front of the place where a run went on; none if it began from the beginning."""
+    if resumed is None:
+        return []
+    name = "validation" if "validation" in resumed["text"] else "batch"
+    place = (resumed["epoch"], resumed["batch"])
+    for i, event in enumerate(events):
+        if event["event"] == name and (event["epoch"], event["batch"]) == place:
+            return events[:i]
+    return list(events)
+
+
+def compare(expected: Sequence[list[Event]], found: Sequence[list[Event]], what: str) -> None:
+    """Compare what two runs did, rank by rank.
+
+    Raises:
+        NotTheSame: If they differ; it names the first event that does.
+    """
+    for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+        _compare(one, other, what if len(expected) == 1 else f"rank {rank} of {what}")
+
+
+def _compare(expected: list[Event], found: list[Event], what: str) -> None:
+    for i, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            both = "\n".join(f"  both:     {json.dumps(event)}" for event in expected[max(0, i - 2) : i])
+            differs = f"  expected: {json.dumps(one)}\n  found:    {json.dumps(other)}"
+            raise NotTheSame(f"Event {i} of {what} differs.\n{both}\n{differs}")
+    if len(expected) != len(found):
+        longer, name = (expected, "is missing in") if len(expected) > len(found) else (found, "is too many in")
+        event = json.dumps(longer[min(len(expected), len(found))])
+        raise NotTheSame(f"Event {min(len(expected), len(found))} {name} {what}: {event}")
