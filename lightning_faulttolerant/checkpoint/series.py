@@ -24,9 +24,9 @@ from lightning_faulttolerant.checkpoint.atomic_file import (
     target_name,
 )
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
-from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
 from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 
@@ -133,7 +133,9 @@ class AutosaveSeries:
                 " store, and torch.distributed.checkpoint would have to read them from there. Pass a directory that"
                 " all ranks see as FaultTolerance(dirpath=...), or let the strategy save one file."
             )
-        return autosave_directory.begin(self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch)))
+        return autosave_directory.begin(
+            self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch))
+        )
 
     def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
         """Make an autosave of a directory whose shards are written, and only then delete those that are too many.

@@ -115,12 +115,12 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
     return checkpoint
 
 
-def load_path(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
+def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> dict[str, Any]:
     """Verify an autosave and load it; of a directory, verify all of it, and load what is not in shards.
 
     Args:
         path: A file written by ``torch.save``, the URL of one, or a local directory with a manifest.
-        map_location: As in ``torch.load``.
+        verify_shards: Read the shards of a directory too: another rank may have done so.
 
     Returns:
         The content; of a directory without the shards.
@@ -131,10 +131,11 @@ def load_path(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dic
         CheckpointError: As ``load_file``.
     """
     if is_url(path) or not os.path.isdir(local_path(path)):
-        return load_file(path, map_location=map_location)
+        return load_file(path)
     directory = local_path(path)
-    autosave_directory.verify(directory)
-    return load_file(os.path.join(directory, autosave_directory.METADATA_NAME), map_location=map_location)
+    if verify_shards:
+        autosave_directory.verify(directory)
+    return load_file(os.path.join(directory, autosave_directory.METADATA_NAME))
 
 
 def verify_autosave(path: str | os.PathLike[str]) -> Verification:
