@@ -70,17 +70,16 @@ def assert_resumes_exactly(
     and the states of those that the module and the loaders hold. The uninterrupted run has no callback, but with
     ``worker_rng="per_sample"``: without it nothing seeds each sample.
 
-    With several ranks each run is one process for each, which find the environment that torchrun would give them; what
-    each rank does is compared with what the same rank did in the uninterrupted run, and all must go on in one place. As
-    under torchrun, when one process fails, the others get SIGTERM and, if that does not end them, SIGKILL.
+    With several ranks each run is one process for each, as under torchrun; what a rank does is compared with what the
+    same rank did in the uninterrupted run, and all must go on in one place.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
             calls ``fit`` and returns the trainer. It must not seed: each process is seeded differently before it is
-            called, but for the first, whose seed the uninterrupted run has too. With several ranks it is called on
-            each of them, and its Trainer has ``accelerator="cpu", devices=num_ranks, strategy="ddp"``.
+            called, but for the first, whose seed the uninterrupted run has too. With several ranks each calls it, and
+            its Trainer has ``accelerator="cpu", devices=num_ranks, strategy="ddp"``.
         faults: One for each run that is to be interrupted: a callback, such as `KillAt`, or several. Each rank has
-            them: a callback of your own asks for ``trainer.global_rank``.
+            them.
         options: Arguments of `FaultTolerance`.
         without: A part of the state to leave out of what is resumed from (see ``PARTS``): a negative control.
         directory: Where the runs are kept; a temporary one by default.
@@ -102,35 +101,28 @@ def assert_resumes_exactly(
             return trainer
 
         assert_resumes_exactly(fit, [KillAt(5), KillAt(3)], options={"every_n_train_steps": 1})
-
-    With two ranks, of which the second is killed::
-
-        def fit(callbacks, directory):
-            trainer = Trainer(
-                callbacks=callbacks, default_root_dir=directory, accelerator="cpu", devices=2, strategy="ddp"
-            )
-            ...
-
-        assert_resumes_exactly(fit, [KillAt(5, rank=1)], num_ranks=2)
     """
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         root = Path(temporary)
         runs = Runs(fit, root, dict(options or {}), timeout_seconds, num_ranks=num_ranks)
-        is_per_sample = (options or {}).get("worker_rng") == "per_sample"
-        reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=is_per_sample)
-        if reference.exit_code != 0:
-            raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
-        transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)
-        if transparent.exit_code != 0:
-            raise NotTheSame(
-                f"With the callback it ended with exit code {transparent.exit_code}.\n{transparent.output}"
-            )
-        expected = [trace.events for trace in reference.traces]
-        compare(expected, [trace.events for trace in transparent.traces], "the uninterrupted run with the callback")
+        expected = _uninterrupted(runs, with_callback=(options or {}).get("worker_rng") == "per_sample")
         interrupted = _Interrupted(runs, expected, may_begin_anew=may_begin_anew, without=without)
         for fault in faults:
             interrupted.interrupt(fault)
         return interrupted.finish()
+
+
+def _uninterrupted(runs: Runs, *, with_callback: bool) -> list[list[Event]]:
+    """Return what each rank does in a run that nobody interrupts; the callback must change nothing of it."""
+    reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=with_callback)
+    if reference.exit_code != 0:
+        raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
+    transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)
+    if transparent.exit_code != 0:
+        raise NotTheSame(f"With the callback it ended with exit code {transparent.exit_code}.\n{transparent.output}")
+    expected = [trace.events for trace in reference.traces]
+    compare(expected, [trace.events for trace in transparent.traces], "the uninterrupted run with the callback")
+    return expected
 
 
 class Runs:
@@ -269,7 +261,8 @@ def _num_batches(events: list[Event]) -> int:
 def _leave_out(path: Path, part: str) -> None:
     checkpoint = load_file(path)
     for rank in checkpoint["lightning_faulttolerant"]["ranks"]:
-        rank.pop(part, None)
+        for held in (rank, rank.get("own", {})):  # of the others it holds what differs from rank 0's
+            held.pop(part, None)
     atomic_torch_save(checkpoint, path)
 
 
