@@ -11,9 +11,11 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -151,6 +153,24 @@ def make_directory(directory: Path) -> None:
         fsync_directory(folder.parent)
 
 
+def remove_directory(directory: Path) -> None:
+    """Delete a directory with all in it; a kill meanwhile leaves it whole, or under the name of a temporary file.
+
+    Args:
+        directory: An existing directory, not a link.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        OSError: If it can't be deleted.
+    """
+    temporary = directory
+    if target_name(directory.name) is None:
+        temporary = directory.parent / temporary_name(directory.name)
+        os.rename(directory, temporary)
+        fsync_directory(directory.parent)
+    shutil.rmtree(temporary)
+
+
 def find_leftovers(directory: Path, *, other_hosts: bool = False) -> Iterator[tuple[Path, str]]:
     """Find the temporary files that dead writers left in a directory.
 
@@ -189,6 +209,32 @@ def leftovers(names: Iterable[str], *, other_hosts: bool = False) -> Iterator[tu
         same_host = found["hostname"] == _hostname()
         if _is_dead(int(found["process_id"]), found["token"]) if same_host else other_hosts:
             yield name, found["target"]
+
+
+def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
+    """Tell whether nothing has happened to a file, or to a directory and the files in it, for so long.
+
+    Args:
+        path: It may be gone.
+    """
+    try:
+        within = [entry.stat(follow_symlinks=False) for entry in os.scandir(path)] if os.path.isdir(path) else []
+        changed = max(found.st_mtime for found in (os.stat(path), *within))
+    except FileNotFoundError:  # its writer is at work
+        return False
+    return time.time() - changed > ABANDONED_AFTER_SECONDS
+
+
+def is_of_this_process(name: str) -> bool:
+    """Tell whether this process has made a temporary name."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return found is not None and (int(found["process_id"]), found["token"]) == (os.getpid(), _token())
+
+
+def target_name(name: str) -> str | None:
+    """Return the name that a temporary file was to get, cut if it was very long; ``None`` of any other file."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return None if found is None else found["target"]
 
 
 def temporary_name(name: str) -> str:

@@ -10,18 +10,25 @@ import contextlib
 import logging
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, final
 
+from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
-from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, flushed_meanwhile, leftovers
+from lightning_faulttolerant.checkpoint.atomic_file import (
+    flushed_meanwhile,
+    is_of_this_process,
+    is_unchanged_for_long,
+    leftovers,
+    target_name,
+)
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
-from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
-from lightning_faulttolerant.errors import DamagedCheckpointError, NoValidCheckpointError
+from lightning_faulttolerant.checkpoint.verify import load_path, verify_autosave, verify_file
+from lightning_faulttolerant.errors import CheckpointError, DamagedCheckpointError, NoValidCheckpointError
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +46,8 @@ def _is_still_ours() -> None:
 class AutosaveSeries:
     """The autosaves in one directory or below one URL, numbered in the order of saving.
 
-    One process at a time may write (``open_lock``).
+    Each is a file, or, in a local directory, a directory that others write their shards into. One process at a time may
+    write (``open_lock``), but for the shards.
 
     Args:
         directory: A path or a URL; made at the first save.
@@ -88,9 +96,7 @@ class AutosaveSeries:
             RunInUseError: If another process has taken the directory over; nothing was changed.
         """
         listing = self.store.listing()
-        self._remove_leftovers(listing)
-        sequence = 1 + max((_sequence(name) for _, name in self._all_files(listing)), default=0)
-        name = f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
+        name = self._next_name(listing, epoch=epoch, batch=batch)
         path = self.store.path(name)
         with self.store.writer(name) as file:
             save_to_file(checkpoint, file)
@@ -104,27 +110,89 @@ class AutosaveSeries:
             ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
         self._sound.add(name)
-        self._prune([*_autosaves(listing), name])
+        self._prune([*self._autosaves(listing), name])
         return path
+
+    def begin_directory(self, *, epoch: int, batch: int) -> str:
+        """Make an empty directory for the shards of an autosave; it is none before `commit_directory`.
+
+        Args:
+            epoch: As in `save`.
+            batch: As in `save`.
+
+        Returns:
+            Its path, which `commit_directory` or `drop_directory` ends.
+
+        Raises:
+            OSError: If it can't be made.
+            CheckpointError: If the series is below a URL.
+        """
+        if is_url(self.directory):
+            raise CheckpointError(
+                f"Shards can't be written to {self.store.url}: there is no atomic publish of several files in an object"
+                " store, and torch.distributed.checkpoint would have to read them from there. Pass a directory that"
+                " all ranks see as FaultTolerance(dirpath=...), or let the strategy save one file."
+            )
+        return autosave_directory.begin(
+            self.store.path(self._next_name(self.store.listing(), epoch=epoch, batch=batch))
+        )
+
+    def commit_directory(self, directory: str, files: dict[str, FileEntry]) -> str:
+        """Make an autosave of a directory whose shards are written, and only then delete those that are too many.
+
+        Args:
+            directory: What `begin_directory` has returned.
+            files: Sizes and checksums of all files in it, as ``sum_files`` has read them.
+
+        Returns:
+            The path of the autosave, which is a new one.
+
+        Raises:
+            OSError: If it can't be committed; the autosaves so far are still there.
+            DamagedCheckpointError: If what is not in shards is missing or doesn't verify; likewise.
+            RunInUseError: If another process has taken the directory over; nothing was changed.
+        """
+        name = autosave_directory.target_of(directory)
+        self.check()
+        verify_file(os.path.join(directory, autosave_directory.METADATA_NAME))
+        autosave_directory.commit(directory, self.store.path(name), files)
+        self._sound.add(name)
+        self._prune(self._autosaves(self.store.listing()))
+        return self.store.path(name)
+
+    def drop_directory(self, directory: str) -> None:
+        """Delete a directory that `begin_directory` has made and that is to become no autosave.
+
+        Args:
+            directory: Its path; it may be gone.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self.store.delete(os.path.basename(directory))
+
+    def _next_name(self, listing: Listing, *, epoch: int, batch: int) -> str:
+        self._remove_leftovers(listing)
+        sequence = 1 + max((_sequence(name) for _, name in self._all_names(listing)), default=0)
+        return f"autosave-{sequence:08d}-epoch={epoch}-batch={batch}.ckpt"
 
     def newest(self) -> str | None:
         """Find the newest autosave that verifies; damaged ones that are newer are set aside under another name.
 
         Returns:
-            The path or URL of the file, or None where there has never been one.
+            Its path or URL, or None where there has never been one.
 
         Raises:
             NoValidCheckpointError: If there are autosaves, but all are damaged.
             OSError: If a file can't be read for a reason that is not damage.
         """
-        found = self._first_sound(verify_file)
+        found = self._first_sound(verify_autosave)
         return None if found is None else found[0]
 
     def load_newest(self) -> tuple[str, dict[str, Any]] | None:
         """Load the newest autosave that verifies, from one reading of it; damaged ones that are newer are set aside.
 
         Returns:
-            The path or URL of the file and its content, or None where there has never been one.
+            Its path or URL and its content (of a directory, what is not in shards), or None where there has never been
+            one.
 
         Raises:
             NoValidCheckpointError: If there are autosaves, but all are damaged.
@@ -132,7 +200,7 @@ class AutosaveSeries:
                 those before it: none of them is tried.
             OSError: If a file can't be read for a reason that is not damage.
         """
-        return self._first_sound(load_file)
+        return self._first_sound(load_path)
 
     def paths(self) -> list[str]:
         """List the autosaves that were not set aside.
@@ -140,7 +208,7 @@ class AutosaveSeries:
         Returns:
             Their paths or URLs, oldest first.
         """
-        return [self.store.path(name) for name in _autosaves(self.store.listing())]
+        return [self.store.path(name) for name in self._autosaves(self.store.listing())]
 
     def set_aside(self, label: str) -> str | None:
         """Move all autosaves into a subdirectory, so that the next run starts without them.
@@ -158,13 +226,13 @@ class AutosaveSeries:
         if _LABEL.fullmatch(label) is None:
             raise ValueError(f"The label {label!r} can't be part of a name. Use letters, digits and any of _.=+-")
         listing = self.store.listing()
-        files = _in_order_of_leaving(listing)
-        if not files:
+        names = self._in_order_of_leaving(listing)
+        if not names:
             return None
         self.check()
         number = 1 + max((_superseded_number(name) for name in listing.folders), default=0)
         folder = f"superseded-{number:04d}-{label}"
-        for name in files:
+        for name in names:
             self.store.rename(name, f"{folder}/{name}")
         return self.store.path(folder)
 
@@ -176,7 +244,7 @@ class AutosaveSeries:
         """
         listing = self.store.listing()
         self._remove_leftovers(listing, other_hosts=True)
-        for store, name in self._all_files(listing):
+        for store, name in self._all_names(listing):
             store.delete(name)
         for store in (*self._superseded(listing), self.store):
             store.remove_if_empty()
@@ -198,7 +266,7 @@ class AutosaveSeries:
         # Each was verified when it was written, but those of earlier processes may have gone bad since, or been cut.
         if name not in self._sound:
             try:
-                verify_file(self.store.path(name))
+                verify_autosave(self.store.path(name))
             except DamagedCheckpointError as damage:
                 with contextlib.suppress(FileNotFoundError):  # somebody else has deleted it
                     _logger.warning("%s It was set aside as %s.", damage, self._set_damaged_aside(name))
@@ -209,7 +277,7 @@ class AutosaveSeries:
     def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
         damages: dict[str, DamagedCheckpointError] = {}
         found = None
-        for name in reversed(_autosaves(self.store.listing())):
+        for name in reversed(self._autosaves(self.store.listing())):
             try:
                 found = self.store.path(name), read(self.store.path(name))
                 self._sound.add(name)
@@ -225,7 +293,7 @@ class AutosaveSeries:
         return found
 
     def _refuse_to_start_over(self, damages: list[DamagedCheckpointError]) -> None:
-        damaged = _autosaves(self.store.listing(), damaged=True)
+        damaged = self._autosaves(self.store.listing(), damaged=True)
         if damaged:
             names = "\n".join(f"  {self.store.path(name)}" for name in damaged)
             raise NoValidCheckpointError(
@@ -242,25 +310,42 @@ class AutosaveSeries:
     def _superseded(self, listing: Listing) -> list[Store]:
         return [self.store.folder(name) for name in listing.folders if SUPERSEDED_NAME.fullmatch(name) is not None]
 
-    def _all_files(self, listing: Listing) -> list[tuple[Store, str]]:
+    def _all_names(self, listing: Listing) -> list[tuple[Store, str]]:
         listed = [*((folder, folder.listing()) for folder in self._superseded(listing)), (self.store, listing)]
-        return [(store, name) for store, found in listed for name in _in_order_of_leaving(found)]
+        return [(store, name) for store, found in listed for name in self._in_order_of_leaving(found)]
+
+    def _autosaves(self, listing: Listing, *, damaged: bool = False) -> list[str]:
+        found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in self._names(listing))
+        return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
+
+    def _names(self, listing: Listing) -> list[str]:
+        autosaves = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
+        if autosaves and is_url(self.directory):
+            raise CheckpointError(
+                f"{self.store.path(autosaves[-1])} is an autosave of several files that was copied there: shards can't"
+                " be loaded from an object store. Copy it to a directory that all ranks see, and pass that one as"
+                " FaultTolerance(dirpath=...)."
+            )
+        empty = {name for name in autosaves if not os.listdir(self.store.path(name))}  # none that we have committed
+        return [*listing.files, *(name for name in listing.folders if name not in empty)]
+
+    def _in_order_of_leaving(self, listing: Listing) -> list[str]:
+        # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
+        return self._autosaves(listing, damaged=True) + self._autosaves(listing)
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
-        surely_dead = dict(leftovers(listing.files, other_hosts=other_hosts))
-        for name, target in leftovers(listing.files, other_hosts=True):
+        names = self._names(listing)
+        # Directories of our own too: those that could not be deleted, or whose save has failed.
+        own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
+        surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
+        for name, target in (*leftovers(names, other_hosts=True), *own.items()):
             if AUTOSAVE_NAME.fullmatch(target) and (name in surely_dead or self._is_abandoned(name)):
                 _logger.info("Removing %s, which a writer that was killed left behind", self.store.path(name))
                 with contextlib.suppress(FileNotFoundError):
                     self.store.delete(name)
 
     def _is_abandoned(self, name: str) -> bool:
-        if is_url(self.directory):
-            return False
-        try:
-            return time.time() - os.stat(self.store.path(name)).st_mtime > ABANDONED_AFTER_SECONDS
-        except FileNotFoundError:
-            return False
+        return not is_url(self.directory) and is_unchanged_for_long(self.store.path(name))
 
 
 def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
@@ -271,16 +356,6 @@ def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
         except DamagedCheckpointError as damage:
             return damage
     return None
-
-
-def _autosaves(listing: Listing, *, damaged: bool = False) -> list[str]:
-    found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in listing.files)
-    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
-
-
-def _in_order_of_leaving(listing: Listing) -> list[str]:
-    # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
-    return _autosaves(listing, damaged=True) + _autosaves(listing)
 
 
 def _sequence(name: str) -> int:

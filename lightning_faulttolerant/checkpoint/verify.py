@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
@@ -112,6 +113,44 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu", weight
             f"{os.fspath(path)} holds a {type(checkpoint).__name__}, a checkpoint is a dict. Is this the right file?"
         )
     return checkpoint
+
+
+def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> dict[str, Any]:
+    """Verify an autosave and load it; of a directory, verify all of it, and load what is not in shards.
+
+    Args:
+        path: A file written by ``torch.save``, the URL of one, or a local directory with a manifest.
+        verify_shards: Read the shards of a directory too: another rank may have done so.
+
+    Returns:
+        The content; of a directory without the shards.
+
+    Raises:
+        DamagedCheckpointError: As ``load_file``; if a file of a directory is missing or was changed.
+        UnsafeCheckpointError: As ``load_file``.
+        CheckpointError: As ``load_file``.
+    """
+    if is_url(path) or not os.path.isdir(local_path(path)):
+        return load_file(path)
+    directory = local_path(path)
+    if verify_shards:
+        autosave_directory.verify(directory)
+    return load_file(os.path.join(directory, autosave_directory.METADATA_NAME))
+
+
+def verify_autosave(path: str | os.PathLike[str]) -> Verification:
+    """Read an autosave once, file or directory, and compare all that can be compared; nothing is unpickled.
+
+    Args:
+        path: As in `load_path`.
+
+    Raises:
+        DamagedCheckpointError: As ``verify_file``; if a directory was never committed.
+        OSError: As ``verify_file``.
+    """
+    if is_url(path) or not os.path.isdir(local_path(path)):
+        return verify_file(path)
+    return autosave_directory.verify(local_path(path))
 
 
 def unsafe_paths(checkpoint: dict[Any, Any]) -> list[str]:

@@ -13,16 +13,51 @@ from torch import Tensor, nn
 _NUM_SUMS = 127
 
 
-def gradients_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of every gradient that is there, by the parameter's name."""
-    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+@torch.no_grad()
+def shard_of(tensor: Any) -> Any:
+    """Return what this rank holds of a tensor that is spread over ranks (torch's ``DTensor``), any other as it is.
+
+    It is the same object each time, without a copy.
+    """
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def load_gradients(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def gradients_state(module: nn.Module) -> dict[str, Any]:
+    """Return a copy of every gradient that is there, by the parameter's name: of one in shards, this rank's."""
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: _gradient_state(grad) for name, grad in grads.items() if grad is not None}
+
+
+def load_gradients(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Make the gradients of `module` those of `state`; a parameter that it doesn't name gets none."""
     for name, parameter in module.named_parameters():
         grad = state.get(name)
-        parameter.grad = None if grad is None else grad.detach().clone().to(parameter.device)
+        parameter.grad = None if grad is None else _gradient(grad, parameter)
+
+
+def _gradient_state(grad: Any) -> Any:
+    shard = shard_of(grad).detach().clone()
+    return shard if shard_of(grad) is grad else {"shard": shard, "placements": [repr(p) for p in grad.placements]}
+
+
+def _gradient(state: Any, parameter: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state.detach().clone().to(parameter.device)
+    shard = state["shard"].detach().clone().to(shard_of(parameter).device)
+    like = {"shape": parameter.shape, "stride": parameter.stride()}
+    placements = _placements(state["placements"], parameter)
+    return type(parameter.data).from_local(shard, parameter.device_mesh, placements, run_check=False, **like)
+
+
+def _placements(names: list[str], parameter: Any) -> list[Any]:
+    """Return how a gradient is spread: as its parameter, or as a sum that is not made yet."""
+    if names == [repr(p) for p in parameter.placements]:
+        return list(parameter.placements)
+    from torch.distributed.tensor import Partial, Replicate, Shard  # noqa: PLC0415, RUF100 - takes a second to import
+
+    known: dict[str, Any] = {repr(p): p for p in (Replicate(), *(Shard(dim) for dim in range(8)))}
+    known.update({repr(p): p for p in (Partial(op) for op in ("sum", "avg"))})
+    return [known[name] for name in names]
 
 
 def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[str, Tensor]:
@@ -36,7 +71,7 @@ def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[
     if persistent is not None:
         left_out = set(_non_persistent(module))
         buffers = {name: b for name, b in buffers.items() if (name not in left_out) == persistent}
-    return {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    return {name: shard_of(buffer).detach().clone() for name, buffer in buffers.items()}
 
 
 def _non_persistent(module: nn.Module) -> Iterator[str]:
@@ -48,7 +83,7 @@ def _non_persistent(module: nn.Module) -> Iterator[str]:
 @torch.no_grad()
 def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Copy `state` into the module's buffers in place; return the names that have no buffer of that shape."""
-    buffers = dict(module.named_buffers())
+    buffers = {name: shard_of(buffer) for name, buffer in module.named_buffers()}
     missing = [name for name, value in state.items() if name not in buffers or buffers[name].shape != value.shape]
     for name in state.keys() - set(missing):
         buffers[name].copy_(state[name])
@@ -106,13 +141,13 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
+        self._tensors = [shard_of(t) for t in tensors]
         self._marks = [_mark(t) for t in self._tensors]
         self._sums = [_bit_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
-        now = list(tensors)
+        now = [shard_of(t) for t in tensors]
         if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
             return False
         if [_mark(t) for t in now] != self._marks:

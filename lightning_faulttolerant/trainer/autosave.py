@@ -9,14 +9,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
-from lightning_faulttolerant.checkpoint.verify import load_file, unsafe_paths
+from lightning_faulttolerant.checkpoint.verify import load_file, load_path, unsafe_paths
 from lightning_faulttolerant.errors import CheckpointError, UnsafeCheckpointError
 from lightning_faulttolerant.state.blobs import blob_to_tensor
-from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
+from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
@@ -26,6 +27,7 @@ from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
+from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Autosaver:
         self._budget = Budget(options.overhead_budget)
         self._writer = BackgroundWriter("autosave")
         self._staging = Staging()
+        self._shards = writer_of(trainer, series, ranks)
+        """What writes the autosaves if a strategy shards; ``None`` if they are files."""
         self._last_step: int | None = None
         """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
@@ -109,7 +113,7 @@ class Autosaver:
 
     def save_due(self, position: Position) -> None:
         """Save the state of this boundary, behind training if it is to be so and this is not the first time."""
-        if self._last_step is None or not self._options.async_save:
+        if self._last_step is None or not self._options.async_save or self._shards is not None:
             self.save(position)
             return
         began = self._budget.now()
@@ -207,7 +211,7 @@ class Autosaver:
     def _gathered(
         self, position: Position, state: Mapping[str, Any], capture: Capture | None = None
     ) -> dict[str, Any] | None:
-        """Return the whole checkpoint on rank 0, ``None`` on the others."""
+        """Return the whole checkpoint on rank 0, ``None`` on the others; of a strategy that shards each rank's own."""
         self.is_dumping = True
         try:
             checkpoint = compat.dump_checkpoint(self._trainer)
@@ -218,7 +222,7 @@ class Autosaver:
             put_instead(checkpoint, capture.instead(), position, self._trainer)
         part = self._part_of_all(self._ranks, position, state, checkpoint)
         if part is None:
-            return None
+            return None if self._shards is None else checkpoint
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
@@ -247,11 +251,26 @@ class Autosaver:
         return result
 
     def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
+        if self._shards is not None:
+            self._save_shards(self._shards, checkpoint or {}, position, began)
+            return
         self._on_first("save", lambda: self._write_now(checkpoint, position, began))
         self.save_seconds = max(self.save_seconds, self._budget.now() - began)
         if checkpoint is None:
             self.saved = position
             self._note(position, began)
+
+    def _save_shards(self, shards: ShardWriter, checkpoint: dict[str, Any], position: Position, began: float) -> None:
+        is_first = self._last_step is None
+        if is_first and self._options.async_save:
+            rank_zero_info("async_save=True: autosaves of a strategy that shards are waited for.")
+        self._run_state.files.flush()
+        self._on_first("check", lambda: _check_loads(without_shards(checkpoint)))
+        path = shards.save(checkpoint, position)
+        if is_first:
+            self._on_first("load", lambda: load_path(path))
+        self.saved = position
+        self._note(position, began)
 
     def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         assert checkpoint is not None
@@ -294,11 +313,14 @@ def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position
     checkpoint["loops"]["fit_loop"] = instead["loops"]
     checkpoint["callbacks"] = instead["callbacks"]
     # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
-    weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
-    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in weights})
-    weights.update(instead["extra"])
+    weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+    whole = {name: value for name, value in weights.items() if shard_of(value) is value}
+    weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
+    if weights:  # of a strategy that gathers them, only rank 0 has them
+        weights.update(instead["extra"])
     checkpoint["lr_schedulers"] = instead["schedulers"]
-    for state, groups in zip(checkpoint["optimizer_states"], instead["param_groups"], strict=True):
+    states = [state for state in checkpoint.get("optimizer_states", ()) if state]
+    for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
         pairs = zip(state["param_groups"], groups, strict=True)
         state["param_groups"] = [{**group, **kept} for group, kept in pairs]
     precision_key = type(trainer.precision_plugin).__qualname__

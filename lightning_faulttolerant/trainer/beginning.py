@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import open_store
-from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
@@ -139,7 +139,7 @@ class Beginning:
         failure = ""
         if self.ranks.rank > 0:
             try:
-                self.choice = choice.with_checkpoint(load_file(str(choice.path)))
+                self.choice = choice.with_checkpoint(load_path(str(choice.path), verify_shards=False))
             except Exception as error:  # noqa: BLE001 - raised on all ranks below
                 failure = f"{type(error).__name__}: {error}"
         failures = self.ranks.to_first("read", failure)

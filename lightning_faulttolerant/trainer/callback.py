@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
 
@@ -119,9 +119,10 @@ class FaultTolerance(Callback):
         """Begin a fit, unless it is one that is nobody's training."""
         if is_switched_off() or not self._is_in_charge(trainer):
             return
-        _check_supported(trainer)
+        check_package(trainer)
         if compat.is_nobodys_training(trainer):
             return
+        check_strategy(trainer.strategy)
         if under_way.is_inside_another(trainer):
             # It is a part of that one's hook, which is run again whole. Its number would be that of another one then.
             _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
@@ -174,12 +175,3 @@ class FaultTolerance(Callback):
         found = [callback for callback in compat.callbacks(trainer) if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self
-
-
-def _check_supported(trainer: Any) -> None:
-    if not isinstance(trainer, Trainer):
-        raise UnsupportedTrainerError(
-            f"FaultTolerance serves lightning.pytorch.Trainer, and this is a {type(trainer).__module__}."
-            f"{type(trainer).__name__}: the pytorch_lightning package has classes of its own. Nothing would be saved."
-            " Use `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
-        )

@@ -31,6 +31,8 @@ from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, cal
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.strategy import Loaders
 
 # Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.
@@ -110,12 +112,16 @@ class RunState:
         module = trainer.lightning_module
         self._refresh()
         rng = rng_state()
+        is_accumulating, in_shards = compat.is_accumulating(trainer), saves_shards(trainer.strategy)
+        if is_accumulating:
+            reshard(trainer)
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
             "loaders": self._loaders.state_dict(in_epoch=self._is_iterating(position)),
-            "gradients": gradients_state(module) if compat.is_accumulating(trainer) else {},
-            "buffers": buffers_state(module, persistent=False),
+            "gradients": gradients_state(module) if is_accumulating else {},
+            # Of a buffer that each rank has whole, the directory of a strategy that shards holds any rank's.
+            "buffers": buffers_state(module, persistent=None if in_shards else False),
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
@@ -141,7 +147,7 @@ class RunState:
             "callbacks": lambda part: load_callbacks(trainer, named_callbacks(compat.callbacks(trainer)), part),
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
-            "gradients": lambda part: load_gradients(module, part),
+            "gradients": self._load_gradients,
             "buffers": lambda part: load_buffers(module, part),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
@@ -154,6 +160,10 @@ class RunState:
             if name in state:
                 missing += [f"{PARTS[name]}: nothing to restore {what!r} into" for what in load(state[name]) or ()]
         return missing
+
+    def _load_gradients(self, state: Mapping[str, Any]) -> None:
+        reshard(self._trainer)
+        load_gradients(self._trainer.lightning_module, state)
 
     def _load_held(self, state: Mapping[str, Any]) -> list[str]:
         return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])
@@ -188,6 +198,7 @@ def named_callbacks(callbacks: list[Callback]) -> dict[str, Callback]:
 
 def moving_tensors(trainer: Trainer) -> list[Tensor]:
     """Return what a dump of Lightning's takes as it is then: parameters, optimizer states, averaged weights."""
+    reshard(trainer)
     tensors: list[Tensor] = [*trainer.lightning_module.parameters(), *averaged_tensors(trainer)]
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():

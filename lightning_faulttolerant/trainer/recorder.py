@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_faulttolerant.state.blobs import tensor_to_blob
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import metrics_state
-from lightning_faulttolerant.state.tensors import flags_state
+from lightning_faulttolerant.state.tensors import flags_state, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.callback import FaultTolerance
@@ -180,6 +180,7 @@ class KillAt(Callback):
 
 def exact(value: Any) -> Any:
     """Return a number as text that loses no bit, anything else as what JSON can hold."""
+    value = shard_of(value)
     if isinstance(value, Tensor):
         return digest(value) if value.numel() != 1 else exact(value.item())
     return value.hex() if isinstance(value, float) else value
@@ -193,6 +194,7 @@ def digest(value: Any) -> str:
 
 
 def _feed(state: Any, value: Any) -> None:
+    value = shard_of(value)
     if isinstance(value, Tensor):
         state.update(f"{value.dtype}{list(value.shape)}".encode())
         state.update(tensor_to_blob(value.detach().cpu()))

@@ -25,6 +25,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, state_of
+from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
@@ -124,6 +125,8 @@ class Resume:
             return
         if "instead" in self._part:
             put_instead(checkpoint, self._part["instead"], self.position, self._trainer)
+            if self._trainer.strategy.restore_checkpoint_after_setup:  # it has loaded model and optimizers by itself
+                put_into(self._trainer, self._part["instead"])
             self._callback_states = checkpoint["callbacks"]
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
         if "state_dict" in checkpoint:

@@ -170,6 +170,9 @@ class Session:
             if self._choice.checkpoint is None:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+            elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
+                self._begin_resume(lambda: original(self._choice and self._choice.path, *args, **kwargs))
+                return
             else:
                 rank_zero_info(f"Resuming from {self._choice.path}")
                 compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
@@ -178,7 +181,7 @@ class Session:
 
         return resume_start
 
-    def _begin_resume(self) -> None:
+    def _begin_resume(self, load: Callable[[], None] = lambda: None) -> None:
         assert self._choice is not None
         self._resume = Resume(
             self._trainer,
@@ -191,6 +194,7 @@ class Session:
             nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()
+        load()
         self._resume.prepare(compat.loaded_checkpoint(self._trainer))
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:

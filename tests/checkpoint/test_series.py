@@ -226,7 +226,7 @@ def test_file_that_cannot_be_read_is_not_set_aside(autosaves, monkeypatch):
     def refuse(path: Path) -> None:
         raise PermissionError(13, "not yours")
 
-    monkeypatch.setattr(series, "verify_file", refuse)
+    monkeypatch.setattr(series, "verify_autosave", refuse)
     with pytest.raises(PermissionError):
         _newest(autosaves)
     assert _paths(autosaves) == [path]
@@ -269,8 +269,8 @@ def test_files_of_others_are_never_touched(autosaves):
     assert sorted(path for path in autosaves.directory.rglob("*") if path.is_file()) == sorted(foreign)
 
 
-def test_directory_named_like_an_autosave_is_not_ours(autosaves):
-    """A directory must not be taken for an autosave, whatever its name."""
+def test_empty_directory_named_like_an_autosave_is_not_ours(autosaves):
+    """A directory with nothing in it must not be taken for an autosave, whatever its name."""
     folder = autosaves.directory / "autosave-00000007-epoch=0-batch=0.ckpt"
     folder.mkdir(parents=True)
     path = _save(autosaves, 0)

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.testing import FaultyFiles, fail_with, lose, write_short
-from tests.checkpoint.writers import DIRECTORY, FILE_WRITERS, WRITERS, content, exit_code, leftovers, prepared
+from tests.checkpoint.writers import (
+    DIRECTORY,
+    FILE_WRITERS,
+    SHARDS,
+    WRITERS,
+    content,
+    exit_code,
+    leftovers,
+    prepared,
+)
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS]
 EACH_WRITER = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
@@ -27,6 +36,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
     [
         *((writer, number) for writer in FILE_WRITERS for number in ERRORS),
         (DIRECTORY, errno.EACCES),
+        *(pytest.param(SHARDS, number, marks=pytest.mark.slow) for number in (errno.ENOSPC, errno.EIO)),
         *(pytest.param(DIRECTORY, number, marks=pytest.mark.slow) for number in ERRORS if number != errno.EACCES),
     ],
     ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else value.name,

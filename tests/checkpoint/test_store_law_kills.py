@@ -19,6 +19,7 @@ from tests.checkpoint.writers import (
     FILE_WRITERS,
     FORK,
     SERIES,
+    SHARDS,
     Writer,
     exit_code,
     leftovers,
@@ -78,9 +79,10 @@ def test_killed_at_each_step_of_a_save(writer, fault, directory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("directory", ["other"], indirect=True)
-def test_killed_at_each_step_of_a_directory(directory):
+@pytest.mark.parametrize(("writer", "num_steps"), [(DIRECTORY, 40), (SHARDS, 25)], ids=["directory", "shards"])
+def test_killed_at_each_step_of_a_directory(writer, num_steps, directory):
     """The same must hold for checkpoints of several files, which take many steps."""
-    assert _kill_at_each_step(DIRECTORY, directory, kill_before, num_before=2) >= 40
+    assert _kill_at_each_step(writer, directory, kill_before, num_before=2) >= num_steps
 
 
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
@@ -137,7 +139,7 @@ def test_series_killed_at_200_random_instants(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", [*FILE_WRITERS, DIRECTORY], ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", [*FILE_WRITERS, DIRECTORY, SHARDS], ids=lambda writer: writer.name)
 def test_killed_at_200_random_instants(writer, directory):
     """Each way to save, on one file system and across two, must bear many kills."""
     _kill_at_random(writer, directory, num_kills=200)

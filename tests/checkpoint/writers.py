@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ import torch
 
 from lightning_faulttolerant.checkpoint import AutosaveSeries, atomic_torch_save, load_file
 from lightning_faulttolerant.checkpoint.atomic_file import make_directory
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.contents import list_files, sum_files
 from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
 
 FORK = multiprocessing.get_context("fork")
@@ -125,12 +128,41 @@ def _load_directory(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def _save_shards(directory: Path, number: int) -> None:
+    series = AutosaveSeries(directory, keep_last=2)
+    begun = series.begin_directory(epoch=0, batch=number)
+    try:
+        with open(Path(begun, "__0_0.distcp"), "wb") as file:
+            atomic_torch_save(content(number), file)
+        with open(Path(begun, METADATA_NAME), "wb") as file:
+            atomic_torch_save({"number": number}, file)
+        series.commit_directory(begun, sum_files(begun, list_files(begun)))
+    except OSError:
+        with suppress(OSError):
+            series.drop_directory(begun)
+        raise
+
+
+def _load_shards(path: str | Path) -> dict[str, Any]:
+    checkpoint = load_file(Path(path) / "__0_0.distcp")
+    assert load_path(path) == {"number": checkpoint["number"]}
+    return checkpoint
+
+
 # Who begins a directory and fails to fill it has to call abort, or leave it to the next save.
 DIRECTORY = Writer(
     name="directory",
     save=_save_to_a_directory,
     newest=_latest_directory,
     load=_load_directory,
+    cleans_up=False,
+    seconds=0.1,
+)
+SHARDS = Writer(
+    name="shards",
+    save=_save_shards,
+    newest=lambda directory: AutosaveSeries(directory).newest(),
+    load=_load_shards,
     cleans_up=False,
     seconds=0.1,
 )
@@ -144,7 +176,7 @@ CHECKPOINT_IO = Writer(
     removes_leftovers=False,
 )
 FILE_WRITERS = [_series(1, is_behind=True), SERIES, ONE_PATH, CHECKPOINT_IO]
-WRITERS = [*FILE_WRITERS, DIRECTORY]
+WRITERS = [*FILE_WRITERS, DIRECTORY, SHARDS]
 
 
 def prepared(writer: Writer, directory: Path, *, num_saves: int) -> Callable[[], Path]:

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, final
 
-from lightning_faulttolerant.checkpoint.atomic_file import atomic_writer, fsync_directory, make_directory
+from lightning_faulttolerant.checkpoint.atomic_file import (
+    atomic_writer,
+    fsync_directory,
+    make_directory,
+    remove_directory,
+)
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
 
 
@@ -73,8 +78,12 @@ class LocalStore:
             fsync_directory(folder)
 
     def delete(self, name: str) -> None:
-        """Delete a file."""
-        os.unlink(self.directory / name)
+        """Delete a file, or a directory with all in it."""
+        path = self.directory / name
+        if path.is_dir() and not path.is_symlink():
+            remove_directory(path)
+        else:
+            os.unlink(path)
 
     def folder(self, name: str) -> LocalStore:
         """Return a directory within this one."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from lightning_faulttolerant.checkpoint.autosave_directory import METADATA_NAME
 from lightning_faulttolerant.checkpoint.store import is_url, local_copy
 
 _log = logging.getLogger(__name__)
@@ -16,8 +18,13 @@ KEY = "lightning_faulttolerant"
 
 
 def load(path: str) -> dict[str, Any]:
-    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is looked at."""
+    """Return the content of a checkpoint, here or remote; a local one is read only as far as it is looked at.
+
+    Of a directory of shards it is what is not in them.
+    """
     content: dict[str, Any]
+    if not is_url(path) and os.path.isdir(path):
+        path = os.path.join(path, METADATA_NAME)
     if is_url(path):
         with local_copy(path) as file:
             content = torch.load(file, map_location="cpu", weights_only=True)

@@ -6,11 +6,19 @@ import threading
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 SEAMS = {
     "trainer._accelerator_connector.cluster_environment": "queueing a SLURM job again",
 }
+STRATEGY_SEAMS = {
+    "ModelParallelStrategy._save_distributed_checkpoint": "telling autosaves of several files from those of one",
+    "FSDPStrategy._state_dict_type": "telling autosaves of several files from those of one",
+}
+METADATA_NAME = _METADATA_FILENAME
+"""The file in a directory of shards that holds all that is not in shards."""
 OBSERVER_THREAD = "child-process-observer"
 
 
@@ -28,3 +36,10 @@ def call_off_observers() -> None:
         observer: Any = thread
         if thread.name == OBSERVER_THREAD and hasattr(observer, "_child_processes"):
             observer._child_processes = []
+
+
+def saves_shards(strategy: Any) -> bool:
+    """Return whether a strategy writes a checkpoint as a directory, each rank its own files."""
+    if isinstance(strategy, ModelParallelStrategy):
+        return bool(strategy._save_distributed_checkpoint)
+    return isinstance(strategy, FSDPStrategy) and strategy._state_dict_type == "sharded"

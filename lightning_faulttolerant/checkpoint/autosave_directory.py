@@ -1,0 +1,98 @@
+"""An autosave of several files: a directory that others write into, and that gets its name in one instant, when whole.
+
+Until then it has a temporary name, by which a later process knows it for a leftover. It is committed by its manifest,
+which is written last, and then renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.atomic_file import (
+    fsync_directory,
+    make_directory,
+    target_name,
+    temporary_name,
+)
+from lightning_faulttolerant.checkpoint.contents import commit_files, verify_directory_if_any
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
+from lightning_faulttolerant.errors import DamagedCheckpointError
+
+METADATA_NAME = "meta.pt"
+"""The file in it that ``torch.save`` has written: all that is not in shards. The name is Lightning's."""
+
+
+def begin(path: str | os.PathLike[str]) -> str:
+    """Make an empty directory that is to become the autosave `path`.
+
+    Args:
+        path: Where nothing is; missing parents are made.
+
+    Returns:
+        Its temporary path, on the same file system.
+
+    Raises:
+        OSError: If it can't be made.
+    """
+    target = Path(os.path.abspath(path))
+    make_directory(target.parent)
+    temporary = target.parent / temporary_name(target.name)
+    temporary.mkdir()
+    return str(temporary)
+
+
+def target_of(temporary: str | os.PathLike[str]) -> str:
+    """Return the name of the autosave that a directory is to become.
+
+    Args:
+        temporary: What `begin` has returned.
+    """
+    name = target_name(os.path.basename(temporary))
+    if name is None:
+        raise ValueError(f"{os.fspath(temporary)} was not begun as an autosave.")
+    return name
+
+
+def commit(
+    temporary: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    files: dict[str, FileEntry],
+    *,
+    metadata: dict[str, Any] | None = None,
+    fsync: bool = True,
+) -> None:
+    """Make an autosave of a directory that `begin` has made, and whose files are all written and closed.
+
+    Args:
+        temporary: What `begin` has returned.
+        path: What it was given.
+        files: What ``sum_files`` says of each file in it.
+        metadata: Kept in the manifest: plain values.
+        fsync: Wait until all names are on the disk.
+
+    Raises:
+        OSError: If the manifest or the name can't be written; there is no autosave then.
+    """
+    commit_files(temporary, files, metadata=metadata, fsync=fsync)
+    os.rename(temporary, path)
+    if fsync:
+        fsync_directory(Path(path).parent)
+
+
+def verify(path: str | os.PathLike[str]) -> Verification:
+    """Compare each file of an autosave with its manifest; one without was never committed.
+
+    Args:
+        path: Of a directory.
+
+    Raises:
+        DamagedCheckpointError: If a file is missing or was changed, or there is no manifest.
+        OSError: If something can't be read for a reason that is not damage.
+    """
+    verification = verify_directory_if_any(path)
+    if verification is None:
+        raise DamagedCheckpointError(describe_damage(path, f"it has no {MANIFEST_NAME}: nobody has committed it"))
+    return verification

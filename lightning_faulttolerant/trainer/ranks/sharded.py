@@ -1,0 +1,160 @@
+"""Autosaves of strategies that shard: a directory that each rank writes its own files into, and rank 0 commits.
+
+The strategy saves and loads, by ``torch.distributed.checkpoint``: no shard is written here. Our part of the checkpoint
+rides in the file that Lightning writes for all that is not in shards.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, final
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.state.tensors import load_buffers
+from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.group import Ranks
+
+_Result = TypeVar("_Result")
+
+# What of a checkpoint the strategy takes out and writes as shards.
+_IN_SHARDS = ("state_dict", "optimizer_states")
+_SEEN_WITHIN_SECONDS = 60.0
+
+
+@final
+class ShardWriter:
+    """Writes autosaves of several files; each method that does is a collective.
+
+    Args:
+        trainer: Whose strategy shards.
+        series: Where they go; ``None`` on ranks other than 0.
+        ranks: Who writes together.
+    """
+
+    def __init__(self, trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> None:
+        self._trainer = trainer
+        self._series = series
+        self._ranks = ranks
+
+    def save(self, checkpoint: dict[str, Any], position: Position) -> str:
+        """Write an autosave; what is in shards is taken out of `checkpoint`.
+
+        Args:
+            checkpoint: Lightning's, of this rank; our part is in rank 0's.
+            position: Where it was taken.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: On every rank, if a rank could not do its part. What it raises there is raised as it is.
+        """
+        series = self._series
+        directory = self._by_first(
+            "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
+        )
+        try:
+            self._together("see", lambda: _wait_for(directory))
+            self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
+            shares = self._by_first(
+                "deal", lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
+            )
+            summed = self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
+            files = {name: entry for share in summed or () for name, entry in share.items()}
+            return self._by_first("commit", lambda: _of_first(series).commit_directory(directory, files))
+        except BaseException:
+            if series is not None:
+                series.drop_directory(directory)
+            raise
+
+    def _by_first(self, step: str, work: Callable[[], _Result]) -> _Result:
+        """Let rank 0 do something, and return what it gave on every rank."""
+        failure, result, own = "", None, None
+        if self._ranks.rank == 0:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 - raised again below, when the others know
+                failure, own = f"rank 0: {type(error).__name__}: {error}", error
+        failure, told = self._ranks.from_first(step, (failure, result))
+        _raise_if(failure, own)
+        return told  # type: ignore[no-any-return]
+
+    def _together(self, step: str, work: Callable[[], _Result]) -> list[_Result] | None:
+        """Do something on each rank, and return what all gave on rank 0; if it fails on one, every rank raises."""
+        failure, result, own = "", None, None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - raised again below, when the others know
+            failure, own = f"{type(error).__name__}: {error}", error
+        answers = self._ranks.to_first(step, (failure, result))
+        failures = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers or ()) if text)
+        _raise_if(self._ranks.from_first(step, failures), own)
+        return None if answers is None else [result for _, result in answers]
+
+
+def _raise_if(failure: str, own: Exception | None) -> None:
+    if own is not None:
+        raise own
+    if failure:
+        raise CheckpointError(f"The ranks could not save together, the autosaves so far are there. {failure}")
+
+
+def _of_first(series: AutosaveSeries | None) -> AutosaveSeries:
+    assert series is not None
+    return series
+
+
+def _wait_for(directory: str) -> None:
+    # On a network file system a directory that another node has made may be seen late.
+    deadline, pause_seconds = time.monotonic() + _SEEN_WITHIN_SECONDS, 0.01
+    while not os.path.isdir(directory):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{directory}, which rank 0 has made, is not seen here after {_SEEN_WITHIN_SECONDS:g} seconds. Each"
+                " rank writes its shards there. Pass FaultTolerance(dirpath=...) a directory that all ranks see."
+            )
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, 0.5)
+
+
+def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> ShardWriter | None:
+    """Return what writes the autosaves of a strategy that shards, ``None`` for one that saves one file."""
+    return ShardWriter(trainer, series, ranks) if saves_shards(trainer.strategy) else None
+
+
+def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a checkpoint goes into the file beside the shards."""
+    return {key: value for key, value in checkpoint.items() if key not in _IN_SHARDS}
+
+
+def reshard(trainer: Trainer) -> None:
+    """Let each sharded module hold its shards again: behind a forward pass without a backward it holds all of itself.
+
+    It does so by itself before the next state dict or step; nothing is computed or sent.
+    """
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415, RUF100 - takes a second to import
+
+    for child in trainer.lightning_module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def put_into(trainer: Trainer, instead: Mapping[str, Any]) -> None:
+    """Put the parts of a capture into a module and optimizers that a strategy has loaded by itself."""
+    module = trainer.lightning_module
+    load_buffers(module, instead["buffers"])
+    if instead["extra"]:
+        module.load_state_dict(instead["extra"], strict=False)
+    for optimizer, groups in zip(trainer.optimizers, instead["param_groups"], strict=True):
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.update(kept)

@@ -1,0 +1,86 @@
+"""Which Trainers and strategies are served; all others are refused at the start, before anything is written.
+
+A strategy is served if it is one of these classes, or derives from one and saves and loads as that one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lightning_faulttolerant.errors import UnsupportedTrainerError
+
+SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+
+_XLA = (
+    "On XLA devices steps run lazily and torch_xla writes the checkpoints: nobody has shown that a run goes on exactly"
+    " there"
+)
+# They derive from supported ones. What each does that autosaves don't know of, and what to do.
+REFUSED: Mapping[type[Strategy], str] = {
+    DeepSpeedStrategy: (
+        "DeepSpeed writes its checkpoints itself, of its engine's own state, and loads them into an engine: they can't"
+        " be saved and put back in step with the rest of the run. Use strategy=ModelParallelStrategy() or"
+        ' strategy=FSDPStrategy(state_dict_type="sharded"), which shard the same way'
+    ),
+    XLAStrategy: _XLA,
+    SingleDeviceXLAStrategy: _XLA,
+}
+_ADVICE = (
+    "Train with a strategy that docs/strategies.md lists, or leave the callback out; PL_FAULT_TOLERANT_TRAINING=0"
+    " leaves it out too."
+)
+# Autosaves of one file are written without the strategy, and restored by Lightning's connector.
+_OWN_FORMAT = ("save_checkpoint", "load_checkpoint")
+
+
+def check_package(trainer: Any) -> None:
+    """Raise if a Trainer is not one of the package ``lightning``.
+
+    Raises:
+        UnsupportedTrainerError: With what to import instead.
+    """
+    if not isinstance(trainer, Trainer):
+        raise UnsupportedTrainerError(
+            f"FaultTolerance serves lightning.pytorch.Trainer, and this is a {type(trainer).__module__}."
+            f"{type(trainer).__name__}: the pytorch_lightning package has classes of its own. Nothing would be saved."
+            " Use `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
+        )
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raise if a strategy can't be served.
+
+    Raises:
+        UnsupportedTrainerError: With the reason, and what to do.
+    """
+    kind = type(strategy)
+    for refused, reason in REFUSED.items():
+        if isinstance(strategy, refused):
+            raise UnsupportedTrainerError(f"FaultTolerance does not serve {kind.__name__}. {reason}. {_ADVICE}")
+    base = next((known for known in SUPPORTED if isinstance(strategy, known)), None)
+    if base is None:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not know the strategy {kind.__module__}.{kind.__name__}, which derives from none of"
+            f" {', '.join(known.__name__ for known in SUPPORTED)}. How it saves, and what its ranks hold, would be a"
+            f" guess. {_ADVICE}"
+        )
+    own = [name for name in _OWN_FORMAT if getattr(kind, name) is not getattr(base, name)]
+    if own:
+        raise UnsupportedTrainerError(
+            f"FaultTolerance does not know how {kind.__module__}.{kind.__name__} saves: it derives from"
+            f" {base.__name__} and has a {' and a '.join(own)} of its own. An autosave would be written without it, or"
+            f" in a form that is not known. {_ADVICE}"
+        )
