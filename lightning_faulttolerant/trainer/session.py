@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
@@ -15,8 +14,7 @@ from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
-from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored, write_atomically
-from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
@@ -28,6 +26,7 @@ from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.restoring import Restoring
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.stop import stopped_by
@@ -58,14 +57,17 @@ class Session:
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
         self._beginning = Beginning(trainer, options, self._files)
-        self._choice: Choice | None = None
-        self._has_started = self.is_open = False
-        self._resume: Resume | None = None
+        self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
+        self.is_open = False
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
+
+    @property
+    def _resume(self) -> Resume | None:
+        return self._restoring.resume
 
     @property
     def report(self) -> ResumeReport | None:
@@ -90,8 +92,8 @@ class Session:
         trainer, wrap = self._trainer, self._patches.wrap
         fit_loop, epoch_loop, val_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop, compat.validation_loop(trainer)
         connector = compat.checkpoint_connector(trainer)
-        wrap(connector, "resume_start", self._wrap_resume_start)
-        wrap(connector, "restore_training_state", self._wrap_restore_training_state)
+        wrap(connector, "resume_start", self._restoring.wrap_resume_start)
+        wrap(connector, "restore_training_state", self._restoring.wrap_restore_training_state)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
@@ -159,44 +161,6 @@ class Session:
         self._beginning.connect()
         self._stopping.connect(self._beginning.ranks)
 
-    def _wrap_resume_start(self, original: Method) -> Method:
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
-                with own_file_restored(self._trainer):
-                    original(checkpoint_path, *args, **kwargs)
-                return
-            self._has_started = True
-            self._choice = self._beginning.choose(checkpoint_path)
-            if self._choice.checkpoint is None:
-                original(self._choice.path, *args, **kwargs)
-                self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
-            elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
-                self._begin_resume(lambda: original(self._choice and self._choice.path, *args, **kwargs))
-                return
-            else:
-                rank_zero_info(f"Resuming from {self._choice.path}")
-                compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
-            if self._choice.path is not None:
-                self._begin_resume()
-
-        return resume_start
-
-    def _begin_resume(self, load: Callable[[], None] = lambda: None) -> None:
-        assert self._choice is not None
-        self._resume = Resume(
-            self._trainer,
-            self._choice,
-            self._loaders,
-            self._fingerprint,
-            self._files,
-            rank=self._beginning.ranks.rank,
-            strict=self._options.strict,
-            nearest=self._choice.sets_aside,
-        )
-        self._beginning.set_aside()
-        load()
-        self._resume.prepare(compat.loaded_checkpoint(self._trainer))
-
     def put_part(self, checkpoint: dict[str, Any]) -> None:
         """Put our part into a checkpoint that somebody else asks for now."""
         assert self.autosaver is not None
@@ -204,15 +168,6 @@ class Session:
         hook, saver = compat.running_hook(self._trainer)
         save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
         self.autosaver.put_part(checkpoint, save)
-
-    def _wrap_restore_training_state(self, original: Method) -> Method:
-        def restore_training_state() -> None:
-            resuming = self._choice is not None and self._choice.path is not None
-            if resuming and self._choice is not None and not compat.loaded_checkpoint(self._trainer):
-                compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint or {})
-            original()
-
-        return restore_training_state
 
     def _wrap_register_signal_handlers(self, original: Method) -> Method:
         def register_signal_handlers() -> None:
@@ -233,10 +188,7 @@ class Session:
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
-        origin = self._choice.origin if self._choice is not None else None
-        if self._choice is not None:
-            self._choice = self._choice.with_checkpoint(None)  # as large as the model and its optimizers together
-            self._beginning.forget_checkpoint()
+        origin = self._restoring.forget_checkpoint()
         header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,

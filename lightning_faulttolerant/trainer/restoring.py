@@ -1,0 +1,113 @@
+"""Where Lightning restores a checkpoint: what the fit goes on from is put there, and a resume begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.beginning import Beginning
+from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored
+from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.resume import Resume
+from lightning_faulttolerant.trainer.strategy import Loaders
+
+Method = Callable[..., Any]
+
+
+class Restoring:
+    """Gives Lightning the checkpoint that the fit goes on from.
+
+    Args:
+        trainer: Whose fit it is.
+        options: The callback's.
+        beginning: Chooses the checkpoint.
+        loaders: The fit's loaders.
+        fingerprint: What this run is.
+        files: What it has written beside its autosaves.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Options,
+        beginning: Beginning,
+        loaders: Loaders,
+        fingerprint: Fingerprint,
+        files: RunFiles,
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._beginning = beginning
+        self._loaders = loaders
+        self._fingerprint = fingerprint
+        self._files = files
+        self._choice: Choice | None = None
+        self._has_started = False
+        self.resume: Resume | None = None
+        """The resume, if the fit goes on from a checkpoint."""
+
+    def forget_checkpoint(self) -> str | None:
+        """Give the memory of the checkpoint back, as large as the model and its optimizers; return its origin."""
+        self._beginning.forget_checkpoint()
+        if self._choice is None:
+            return None
+        self._choice = self._choice.with_checkpoint(None)
+        return self._choice.origin
+
+    def wrap_resume_start(self, original: Method) -> Method:
+        """Return what chooses the checkpoint, and begins the resume from it."""
+
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._has_started:  # a finder saves and restores its own checkpoint inside the fit
+                with own_file_restored(self._trainer):
+                    original(checkpoint_path, *args, **kwargs)
+                return
+            self._has_started = True
+            choice = self._choice = self._beginning.choose(checkpoint_path)
+            if choice.checkpoint is None:
+                original(choice.path, *args, **kwargs)
+                self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+            elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
+                self._begin(lambda: original(choice.path, *args, **kwargs))
+                return
+            else:
+                rank_zero_info(f"Resuming from {choice.path}")
+                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint)
+            if choice.path is not None:
+                self._begin()
+
+        return resume_start
+
+    def _begin(self, load: Callable[[], None] = lambda: None) -> None:
+        assert self._choice is not None
+        self.resume = Resume(
+            self._trainer,
+            self._choice,
+            self._loaders,
+            self._fingerprint,
+            self._files,
+            rank=self._beginning.ranks.rank,
+            strict=self._options.strict,
+            nearest=self._choice.sets_aside,
+        )
+        self._beginning.set_aside()
+        load()
+        self.resume.prepare(compat.loaded_checkpoint(self._trainer))
+
+    def wrap_restore_training_state(self, original: Method) -> Method:
+        """Return what gives Lightning the checkpoint once more where a finder has used it up."""
+
+        def restore_training_state() -> None:
+            choice = self._choice
+            if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
+                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
+            original()
+
+        return restore_training_state
