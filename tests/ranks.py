@@ -1,119 +1,61 @@
-"""A model and data that need every rank's own state, and runs of several ranks that are held to the law."""
+"""Runs a function on several ranks: forked processes with a gloo group."""
 
 from __future__ import annotations
 
-import random
+import contextlib
+import json
+import os
 import signal
-from collections.abc import Callable, Sequence
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, distributed
-from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric
+import torch.distributed as dist
 
-from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, NoisyDataset, fit_net
-
-# Advice of Lightning's: these laws are about values that differ from rank to rank.
-for_ranks = [
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning"),
-]
-SECONDS = 60.0
-"""How long one run of several ranks may take."""
+TIMEOUT = timedelta(seconds=20)
+"""How long a collective of the default group waits."""
+_MAX_SECONDS = 60.0
 
 
-class RankNet(Net):
-    """Logs in all ways, keeps metrics, and draws the more random numbers the higher its rank is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-        self.largest = MaxMetric()
-        self.validated = MeanMetric()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for _ in range(self.global_rank):
-            random.gauss(0, 1), np.random.randn(), torch.randn(3)
-        loss = super().training_step(batch, batch_idx)
-        self.mean.update(loss)
-        self.log("mean", self.mean, on_step=True, on_epoch=True)
-        self.largest.update(loss)
-        self.log("synced", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("sum", loss, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
-        self.log("of_first", loss, on_step=True, on_epoch=True, rank_zero_only=True)
-        return loss + 0.01 * torch.randn(()) * loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("largest", self.largest.compute())
-        self.largest.reset()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        loss = self.layers(batch + 0.1 * torch.randn(())).square().mean()
-        self.validated.update(loss)
-        self.log("validated", self.validated)
-        self.log("synced_val_loss", loss, sync_dist=True)
+def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) -> list[Any]:
+    """Run `main` on forked ranks; return what each returned, the text of its error, or that it is dead."""
+    tmp_path.mkdir(parents=True, exist_ok=True)
+    process_ids = []
+    for rank in range(num_ranks):
+        process_id = os.fork()
+        if not process_id:
+            try:
+                _run_rank(main, rank, tmp_path, num_ranks)
+            except BaseException:  # noqa: BLE001 - a forked process must not go on with pytest
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        process_ids.append(process_id)
+    _wait(process_ids)
+    answers = [tmp_path / f"answer-{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(answer.read_text()) if answer.exists() else "dead" for answer in answers]
 
 
-def shuffled(num_workers: int = 0, *, num_batches: int = 8, num_ranks: int = 2) -> DataLoader[Any]:
-    """Return a loader of `num_batches` batches a rank, which Lightning gives its distributed sampler."""
-    return DataLoader(NoisyDataset(4 * num_batches * num_ranks), batch_size=4, shuffle=True, num_workers=num_workers)
+def _wait(process_ids: list[int]) -> None:
+    left, deadline = set(process_ids), time.monotonic() + _MAX_SECONDS
+    while left and time.monotonic() < deadline:
+        left -= {process_id for process_id in left if os.waitpid(process_id, os.WNOHANG)[0]}
+        time.sleep(0.005)
+    for process_id in left:  # a hang is a failure
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
 
 
-def rank_fit(
-    num_ranks: int,
-    *,
-    module: Callable[[], LightningModule] = RankNet,
-    train: Callable[[], Any] | None = None,
-    validation: Callable[[], Any] | None = None,
-    users: Callable[[], list[Callback]] = list,
-    **arguments: Any,
-) -> Callable[[list[Callback], Path], Trainer]:
-    """Return a fit of what the callables make on several ranks; `arguments` are the Trainer's."""
-
-    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(
-            [*users(), *callbacks],
-            directory,
-            train=shuffled(num_ranks=num_ranks) if train is None else train(),
-            validation=DataLoader(NoisyDataset(4 * 2 * num_ranks), batch_size=4)
-            if validation is None
-            else validation(),
-            module=module(),
-            **{"devices": num_ranks, "strategy": "ddp", **arguments},
-        )
-
-    return fit
-
-
-def assert_ranks_resume(
-    fit: Callable[[list[Callback], Path], Trainer],
-    faults: Sequence[Any],
-    *,
-    num_ranks: int = 2,
-    every: int = 1,
-    **arguments: Any,
-) -> list[Interruption]:
-    """Hold a run of several ranks, saved every so many steps, to the law."""
-    options = {"every_n_train_steps": every}
-    return assert_resumes_exactly(
-        fit, faults, options=options, num_ranks=num_ranks, timeout_seconds=SECONDS, **arguments
+def _run_rank(main: Callable[[int], Any], rank: int, tmp_path: Path, num_ranks: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT
     )
-
-
-def assert_ranks_go_on(cut: Cut, *, rank: int | None = None, num_ranks: int = 2, **arguments: Any) -> None:
-    """Hold a run of several ranks to the law, of which `rank` is killed at `cut`; the rest is for `rank_fit`."""
-    fit = rank_fit(num_ranks, **arguments)
-    [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=rank)], num_ranks=num_ranks, every=cut.every)
-    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, *cut.goes_on_at)
-
-
-def rank_here() -> int:
-    """Return the rank of this process."""
-    return distributed.get_rank()
+    try:
+        answer = main(rank)
+    except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
+        answer = f"{type(error).__name__}: {error}"
+    (tmp_path / f"answer-{rank}.json").write_text(json.dumps(answer))

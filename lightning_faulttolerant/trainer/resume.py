@@ -73,6 +73,8 @@ class Resume:
         self._nearest = nearest
         self._began = time.monotonic()
         self._not_exact: list[str] = []
+        self.notes: list[str] = []
+        """For the report: what is worth knowing, and no state that is not exact."""
         self._part = choice.part
         self._is_autosave, self._origin = choice.is_autosave, choice.origin
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
@@ -249,7 +251,7 @@ class Resume:
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
             not_exact=self._all_not_exact(),
-            notes=(*notes, *self._files.notes),
+            notes=(*notes, *self.notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
         self._state, self._callback_states = {}, {}

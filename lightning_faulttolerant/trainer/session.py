@@ -17,6 +17,7 @@ from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored, write_atomically
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
@@ -222,8 +223,10 @@ class Session:
         self._run_state = RunState(self._trainer, self._loaders, self._files)
         self._hook_saves = HookSaves(self._trainer, self._run_state)
         self._fingerprint.settings()
+        buckets = Buckets(self._trainer)
         if self._resume is not None:
             self._resume.begin()
+            self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._choice.origin if self._choice is not None else None
@@ -237,7 +240,11 @@ class Session:
             self._run_state,
             self._options,
             ranks=self._beginning.ranks,
-            header=lambda: {**header, "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints)},
+            header=lambda: {
+                **header,
+                BUCKETS: buckets.state_dict(),
+                "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
+            },
         )
 
     def _state(self) -> RunState:

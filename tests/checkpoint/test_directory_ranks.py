@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import contents, directory, read_manifest, verify_path
+from tests.ranks import on_ranks
 
 TIMEOUT = timedelta(seconds=20)
-
-
-def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) -> list[Any]:
-    """Run `main` on forked ranks; return what each returned, or the text of its error."""
-    tmp_path.mkdir(parents=True, exist_ok=True)
-    process_ids = []
-    for rank in range(num_ranks):
-        process_id = os.fork()
-        if not process_id:
-            try:
-                _run_rank(main, rank, tmp_path, num_ranks)
-            except BaseException:  # noqa: BLE001 - a forked process must not go on with pytest
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        process_ids.append(process_id)
-    for process_id in process_ids:
-        os.waitpid(process_id, 0)
-    answers = [tmp_path / f"answer-{rank}.json" for rank in range(num_ranks)]
-    return [json.loads(answer.read_text()) if answer.exists() else "dead" for answer in answers]
-
-
-def _run_rank(main: Callable[[int], Any], rank: int, tmp_path: Path, num_ranks: int) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT
-    )
-    try:
-        answer = main(rank)
-    except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
-        answer = f"{type(error).__name__}: {error}"
-    (tmp_path / f"answer-{rank}.json").write_text(json.dumps(answer))
 
 
 def _save(saver: AtomicDirectory, rank: int, *, force_save: bool = False) -> str:

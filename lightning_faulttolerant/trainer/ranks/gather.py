@@ -1,6 +1,7 @@
 """The states of all ranks become one checkpoint, and each rank gets its own back.
 
-Rank 0's state is kept whole, of the others only what differs from it.
+Rank 0's state is kept whole, of the others only what differs from it: it is told by digests what rank 0 has, so that
+what is equal isn't sent either.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of, patched
 from lightning_faulttolerant.state.tensors import buffers_state
@@ -26,8 +27,9 @@ FINGERPRINT = "fingerprint"
 OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 """A resume doesn't need these, and they may hold any object."""
 
-# The same on every rank: weights are synchronised, and loops count together.
-_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops", KEY)
+# The same on every rank: weights are synchronised, those that WeightAveraging puts aside too, and loops count together.
+_WEIGHTS = ("state_dict", "current_model_state", "optimizer_states")
+_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
 
 
 def full_state(state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:
@@ -63,23 +65,28 @@ def gather(
 
 
 def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank.
+    """Return the state of a rank; nothing if the checkpoint was saved by another rank alone.
 
     Args:
         part: Our part of the checkpoint.
         rank: Which.
         checkpoint: The whole.
-
-    Raises:
-        CheckpointError: If there is none of that rank.
     """
     packed: Sequence[Mapping[str, Any]] = part["ranks"]
     if rank >= len(packed):
-        raise CheckpointError(f"The checkpoint has the states of {len(packed)} ranks, and none of rank {rank}.")
+        return {}
     first = unpack_blobs(packed[0])
     if rank == 0:
         return first
-    return patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed[rank]))
+    state = patched({**first, LIGHTNINGS: _lightnings(checkpoint)}, unpack_blobs(packed[rank]))
+    # Which files there were is rank 0's to say, who writes them: the others may have looked while it did.
+    found = first["files"]["checkpoints"]["found"] if "files" in first else None
+    return state if found is None else _with_found(state, found)
+
+
+def _with_found(state: dict[str, Any], found: Any) -> dict[str, Any]:
+    files = state["files"]
+    return {**state, "files": {**files, "checkpoints": {**files["checkpoints"], "found": found}}}
 
 
 def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

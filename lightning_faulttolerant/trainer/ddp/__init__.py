@@ -1,0 +1,1 @@
+"""What torch's DistributedDataParallel keeps, and no checkpoint holds."""

@@ -1,0 +1,66 @@
+"""The order in which DDP sums gradients: from three ranks on, the last bits of a sum depend on it.
+
+Gradients of many parameters are summed together, in buckets, and each rank begins the sum of another part of a bucket:
+the order of summation of one gradient depends on its place. DDP lays its buckets out by the order in which parameters
+were made, and anew by the order in which gradients come, behind its first backward. A process that goes on would have
+the first layout once more for its first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_faulttolerant.trainer.ddp import compat
+
+BUCKETS = "buckets"
+_LAST_BITS = "the arithmetic may differ in the last bits"
+_MIN_RANKS = 3  # a + b is b + a
+
+
+@final
+class Buckets:
+    """The layout of DDP's buckets, of one fit.
+
+    Args:
+        trainer: Whose fit it is; its strategy is set up.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        model = trainer.strategy.model
+        is_needed = trainer.world_size >= _MIN_RANKS and isinstance(model, DistributedDataParallel)
+        self._ddp: Any = model if is_needed else None
+        self._order: list[int] | None = None
+        self._is_laid_out = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the order of this instant."""
+        if self._ddp is None:
+            return {}
+        if self._is_laid_out:  # DDP would tell of it in terms of that order
+            return {"order": self._order}
+        order = compat.reduction_order(self._ddp)
+        is_lost = order is None and compat.is_behind_its_first_backward(self._ddp)
+        return {"order": order, "is_lost": True} if is_lost else {"order": order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Lay the buckets out in the order that was saved; a collective, to which rank 0's state is given.
+
+        Returns:
+            Why the sums of some batches may differ in their last bits, if they may.
+        """
+        order = state.get("order")
+        if self._ddp is None:
+            return []
+        if state.get("is_lost"):
+            return [f"{_LAST_BITS}: with static_graph=True DDP tells the order of gradients behind two batches only"]
+        reason = None if order is None else compat.why_not_reordered(self._ddp, order)
+        if reason is not None:
+            return [f"{_LAST_BITS}: DDP's buckets can't be laid out as they were: {reason}"]
+        if order is not None:
+            compat.set_reduction_order(self._ddp, order)
+            self._order, self._is_laid_out = list(order), True
+        return []

@@ -1,0 +1,102 @@
+"""Ranks tell one another what they need, and a rank that is lost is an error on the others, never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.trainer.ranks import group
+from lightning_faulttolerant.trainer.ranks.group import Alone, RankGroup
+from tests.ranks import on_ranks
+
+
+def test_only_rank_tells_itself() -> None:
+    """Nothing is sent where there is one rank."""
+    alone = Alone()
+    assert alone.to_first("step", 1) == [1]
+    assert alone.from_first("step", 2) == 2
+    assert alone.new_store() is None
+
+
+def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
+    """Rank 0 gets every value in the ranks' order, and its own comes to all."""
+
+    def main(rank: int) -> Any:
+        ranks = RankGroup("127.0.0.1")
+        told = ranks.to_first("values", {"rank": rank, "size": rank * 1000 * "x"})
+        numbers = None if told is None else [value["rank"] for value in told]
+        answer = [ranks.rank, ranks.num_ranks, numbers, ranks.from_first("value", f"of {rank}")]
+        ranks.close()
+        return answer
+
+    assert on_ranks(main, tmp_path / "ranks", num_ranks=3) == [
+        [0, 3, [0, 1, 2], "of 0"], [1, 3, None, "of 0"], [2, 3, None, "of 0"]
+    ]  # fmt: skip
+
+
+def test_store_is_shared(tmp_path: Path) -> None:
+    """What one rank sets another one gets, without a collective."""
+
+    def main(rank: int) -> Any:
+        ranks = RankGroup("127.0.0.1")
+        store = ranks.new_store()
+        if rank == 1:
+            store.set("key", "value")
+            found = "value"
+        else:
+            found = store.get("key").decode()
+        ranks.to_first("end", None)
+        return found
+
+    assert on_ranks(main, tmp_path / "ranks") == ["value", "value"]
+
+
+@pytest.mark.parametrize("method", ["to_first", "from_first"])
+def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path, method: str) -> None:
+    """Ranks at different steps don't take each other's values for their own."""
+
+    def main(rank: int) -> Any:
+        ranks = RankGroup("127.0.0.1")
+        return getattr(ranks, method)(f"step {rank}", rank)
+
+    answers = on_ranks(main, tmp_path / "ranks")
+    answer = answers[0 if method == "to_first" else 1]
+    assert answer.startswith("RanksLostError: they have lost each other")
+    assert "step 0" in answer
+    assert "step 1" in answer
+
+
+def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
+    """Whoever waits for a rank that was killed raises, at once."""
+
+    def main(rank: int) -> Any:
+        ranks = RankGroup("127.0.0.1")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ranks.to_first("step", rank)
+
+    alive, dead = on_ranks(main, tmp_path / "ranks")
+    assert dead == "dead"
+    assert alive.startswith("RanksLostError: rank 0 had no answer at 'step'")
+
+
+def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a rank that is alive and does not come raises when the time is over."""
+    monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=1))
+
+    def main(rank: int) -> Any:
+        ranks = RankGroup("127.0.0.1")
+        if rank == 1:
+            time.sleep(3)
+            return "silent"
+        return ranks.to_first("step", rank)
+
+    alive, _ = on_ranks(main, tmp_path / "ranks")
+    assert alive.startswith("RanksLostError: rank 0 had no answer at 'step'")
+    assert "took longer than 0:00:01" in alive
