@@ -140,6 +140,7 @@ class Stopping:
         if at is not None:
             self.signals.announced_seconds = lambda: at - time.time()
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
+            self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
         self._begin_watch()
 

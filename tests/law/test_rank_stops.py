@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
-from tests.ranks import SECONDS, for_ranks, rank_fit
+from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import NoisyDataset
 
 pytestmark = for_ranks
