@@ -99,6 +99,7 @@ class Stopping:
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
         self._patches = Patches()
+        self._agreed: str | None = None
         self._is_interrupted = False
         self._is_open = False
 
@@ -139,6 +140,7 @@ class Stopping:
         if at is not None:
             self.signals.announced_seconds = lambda: at - time.time()
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
+            self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
         self._begin_watch()
 
@@ -173,7 +175,10 @@ class Stopping:
 
     @property
     def reason(self) -> StopReason:
-        """Why the run is to stop."""
+        """Why the run is to stop: what the ranks have agreed on, where there are several."""
+        agreed = self._agreed or self._watch.member.stop
+        if agreed is not None:
+            return StopReason.from_text(agreed)
         assert self.signals.requested is not None
         return self.signals.requested
 
@@ -196,6 +201,7 @@ class Stopping:
         text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
         if text is None:
             return None
+        self._agreed = text
         self.signals.note(StopReason.from_text(text))
         return StopReason.from_text(text)
 
@@ -213,8 +219,7 @@ class Stopping:
 
     def requeue(self, exception: TrainingStopped) -> None:
         """Queue the SLURM job again behind a stop, if it is to be; a collective if the ranks end together."""
-        reason = self.signals.requested
-        if reason is None or not reason.requeues:
+        if self.signals.requested is None or not self.reason.requeues:
             return
         failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
         if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all when the first has ended
