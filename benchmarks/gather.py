@@ -68,7 +68,7 @@ def states(directory: Path, num_workers: int, *, alike: bool) -> tuple[dict[str,
     return checkpoint, seconds
 
 
-def _fit_and_save(directory: Path, num_workers: int, alike: bool) -> dict[str, float]:  # noqa: FBT001
+def _fit_and_save(directory: Path, num_workers: int, alike: bool) -> dict[str, float]:
     if alike:
         seed_everything(0, workers=True, verbose=False)
     else:
@@ -196,8 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
         found = measure(Path(directory), quick=options.quick)
     for n, of in found["exchanged"].items():
         print(
-            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:6.1f} ms with {of['descriptors']} descriptors each;"
-            f" a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
+            f"{n:>5} real ranks: connected in {of['connect_s'] * 1e3:6.1f} ms, with {of['descriptors']} descriptors"
+            f" each; a round {of['s'] * 1e3:6.2f} ms, of rank 0's processor {of['processor_s'] * 1e3:6.2f} ms"
         )
     for name, case in found["cases"].items():
         print(f"{name}: state made in {case['state_s'] * 1e3:.2f} ms, packed in {case['pack_s'] * 1e3:.2f} ms")

@@ -36,8 +36,8 @@ class Channel:
         try:
             # Of its own: the default group may be NCCL, which knows no objects on the CPU, and has a time limit of its
             # own. Ranks outside of the group don't take part.
-            # A group of some of them is named by its ranks, one of all by a number that no other group ever has: one that
-            # has the name of one that is gone would find its addresses in the store.
+            # A group of some of them is named by its ranks, one of all by a number that no other group ever has. With
+            # the name of a group that is gone it would find the addresses of that one.
             some = len(self.ranks) < dist.get_world_size()
             self._group = dist.new_group(self.ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
         except RuntimeError as error:
