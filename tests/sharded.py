@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks import RankNet
+from tests.rank_runs import RankNet
 
 
 class ShardedNet(RankNet):

@@ -25,6 +25,7 @@ from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.fresh_optimizers import left_alone, without_state
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
@@ -198,6 +199,7 @@ class Autosaver:
             "world_size": world_size,
             "position": position.state_dict(),
             **header,
+            "optimizers_without_state": without_state(self._trainer),
             "ranks": packed,
         }
 
@@ -207,7 +209,8 @@ class Autosaver:
         """Return the whole checkpoint on rank 0, ``None`` on the others; of a strategy that shards each rank's own."""
         self.is_dumping = True
         try:
-            checkpoint = compat.dump_checkpoint(self._trainer)
+            with left_alone(self._trainer, without_state(self._trainer)):
+                checkpoint = compat.dump_checkpoint(self._trainer)
         finally:
             self.is_dumping = False
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}

@@ -28,6 +28,7 @@ from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_s
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, position_of
+from lightning_faulttolerant.trainer.ranks.fresh_optimizers import loadable
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
@@ -158,17 +159,22 @@ class Session:
                     original(checkpoint_path, *args, **kwargs)
                 return
             self._has_started = True
-            self._choice = self._beginning.choose(checkpoint_path)
-            if self._choice.checkpoint is None:
-                original(self._choice.path, *args, **kwargs)
-                self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
+            choice = self._choice = self._beginning.choose(checkpoint_path)
+
+            def load() -> None:
+                with loadable(self._trainer, choice):
+                    original(choice.path, *args, **kwargs)
+
+            if choice.checkpoint is None:
+                load()
+                self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
             elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
-                self._begin_resume(lambda: original(self._choice and self._choice.path, *args, **kwargs))
+                self._begin_resume(load)
                 return
             else:
-                rank_zero_info(f"Resuming from {self._choice.path}")
-                compat.put_checkpoint(self._trainer, str(self._choice.path), self._choice.checkpoint)
-            if self._choice.path is not None:
+                rank_zero_info(f"Resuming from {choice.path}")
+                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint)
+            if choice.path is not None:
                 self._begin_resume()
 
         return resume_start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks import assert_ranks_go_on, for_ranks
+from tests.rank_runs import assert_ranks_go_on, for_ranks
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import ShardedNet, fsdp2
 
