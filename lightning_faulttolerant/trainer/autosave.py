@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
-from lightning_faulttolerant.trainer.ranks.fresh_optimizers import left_alone, without_state
+from lightning_faulttolerant.trainer.ranks.fresh_optimizers import left_alone, make_loadable, without_state
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
@@ -213,6 +213,7 @@ class Autosaver:
                 checkpoint = compat.dump_checkpoint(self._trainer)
         finally:
             self.is_dumping = False
+        make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
             put_instead(checkpoint, capture.instead(), position, self._trainer)

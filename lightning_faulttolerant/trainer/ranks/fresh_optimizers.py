@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 
 
 def without_state(trainer: Trainer) -> list[int]:
@@ -61,6 +63,16 @@ def loadable(trainer: Trainer, choice: Choice) -> Iterator[None]:
         for i in set(range(len(trainer.optimizers))) - set(numbers):
             get_optimizer_state_dict(model, trainer.optimizers[i])
         yield
+    for i in numbers:
+        trainer.optimizers[i].state.clear()  # of the place that `make_loadable` has made
+
+
+def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give optimizers without a state a place for one parameter's: Lightning looks at the first of a file, unasked."""
+    if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
+        for state in checkpoint["optimizer_states"]:
+            if state.get("state") == {}:
+                state["state"] = {0: {}}
 
 
 def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:
