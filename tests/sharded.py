@@ -25,6 +25,13 @@ class ShardedNet(RankNet):
         fully_shard(self.layers, mesh=mesh)
 
 
+class PartlyShardedNet(RankNet):
+    """Its last layer is forgotten: nobody averages its gradients."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.layers[0], mesh=self.device_mesh["data_parallel"])
+
+
 class TensorParallelNet(Net):
     """Its linear layers are cut over the ranks, which all have the same batches, and draw the same."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat
@@ -28,7 +28,7 @@ from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_s
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, position_of
-from lightning_faulttolerant.trainer.ranks.fresh_optimizers import loadable
+from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
@@ -160,26 +160,16 @@ class Session:
                 return
             self._has_started = True
             choice = self._choice = self._beginning.choose(checkpoint_path)
-
-            def load() -> None:
-                with loadable(self._trainer, choice):
-                    original(choice.path, *args, **kwargs)
-
+            load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
             if choice.checkpoint is None:
                 load()
                 self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
-            elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
-                self._begin_resume(load)
-                return
-            else:
-                rank_zero_info(f"Resuming from {choice.path}")
-                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint)
             if choice.path is not None:
-                self._begin_resume()
+                self._begin_resume(load if choice.checkpoint is not None else None)
 
         return resume_start
 
-    def _begin_resume(self, load: Callable[[], None] = lambda: None) -> None:
+    def _begin_resume(self, load: Callable[[], None] | None) -> None:
         assert self._choice is not None
         self._resume = Resume(
             self._trainer,
@@ -192,7 +182,8 @@ class Session:
             nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()
-        load()
+        if load is not None:
+            load()
         self._resume.prepare(compat.loaded_checkpoint(self._trainer))
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:

@@ -17,9 +17,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_faulttolerant.trainer.choice import Choice
-from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+
+WITHOUT_STATE = "optimizers_without_state"
+"""Their numbers, in our part of a checkpoint."""
 
 
 def without_state(trainer: Trainer) -> list[int]:
@@ -43,18 +44,16 @@ def left_alone(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loadable(trainer: Trainer, choice: Choice) -> Iterator[None]:
-    """Within the block let a strategy load a checkpoint in which optimizers may have no state.
+def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
+    """Within the block let a strategy load a checkpoint in which the optimizers of these numbers have no state.
 
     The others get one before it, while the parameters are not yet those of the checkpoint: a step that is to change
     nothing may turn a weight of -0.0 into 0.0, and an optimizer of a user's own may do more.
     """
     model = trainer.strategy.model
-    if not isinstance(trainer.strategy, ModelParallelStrategy) or choice.path is None or model is None:
+    if not isinstance(trainer.strategy, ModelParallelStrategy) or model is None:
         yield
         return
-    part = choice.part or part_of(choice.path) or {}
-    numbers = part.get("optimizers_without_state", [])
     from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415, RUF100 - takes a second to import
         get_optimizer_state_dict,
     )
@@ -72,7 +71,7 @@ def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
         for state in checkpoint["optimizer_states"]:
             if state.get("state") == {}:
-                state["state"] = {0: {}}
+                state["state"] = {state["param_groups"][0]["params"][0]: {}}
 
 
 def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:
