@@ -74,7 +74,7 @@ def _pooled(value: Any, lengths: list[Any]) -> int:
 
 def _num_parameters(part: Mapping[Any, Any] | None) -> int | None:
     shapes = mapping(part, "fingerprint", "module").get("parameters")
-    if not isinstance(shapes, dict):
+    if not isinstance(shapes, dict) or None in shapes.values():
         return None
     return sum(_product(shape) for shape in shapes.values())
 

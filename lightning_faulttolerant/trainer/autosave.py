@@ -25,8 +25,15 @@ from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
+    WITHOUT_STATE,
+    left_alone,
+    make_loadable,
+    without_state,
+)
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
+from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
 
 _log = logging.getLogger(__name__)
@@ -68,6 +75,7 @@ class Autosaver:
         self._budget = Budget(options.overhead_budget)
         self._writer = BackgroundWriter("autosave")
         self._staging = Staging()
+        self._replicas = Replicas(trainer, ranks, strict=options.strict)
         self._shards = writer_of(trainer, series, ranks)
         """What writes the autosaves if a strategy shards; ``None`` if they are files."""
         self._last_step: int | None = None
@@ -205,6 +213,7 @@ class Autosaver:
             "world_size": world_size,
             "position": position.state_dict(),
             **header,
+            WITHOUT_STATE: without_state(self._trainer),
             "ranks": packed,
         }
 
@@ -212,11 +221,14 @@ class Autosaver:
         self, position: Position, state: Mapping[str, Any], capture: Capture | None = None
     ) -> dict[str, Any] | None:
         """Return the whole checkpoint on rank 0, ``None`` on the others; of a strategy that shards each rank's own."""
+        self._replicas.check()
         self.is_dumping = True
         try:
-            checkpoint = compat.dump_checkpoint(self._trainer)
+            with left_alone(self._trainer, without_state(self._trainer)):
+                checkpoint = compat.dump_checkpoint(self._trainer)
         finally:
             self.is_dumping = False
+        make_loadable(self._trainer, checkpoint)
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
             put_instead(checkpoint, capture.instead(), position, self._trainer)

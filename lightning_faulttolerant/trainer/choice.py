@@ -18,8 +18,7 @@ from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.autosave import KEY
-from lightning_faulttolerant.trainer.files.parts import load
+from lightning_faulttolerant.trainer.files.parts import KEY, load
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position, progress_of
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
@@ -43,7 +44,10 @@ class Fingerprint:
 
     def model(self) -> dict[str, Any]:
         """Return what is known before a checkpoint is loaded."""
-        return {"module": module_fingerprint(self._trainer.lightning_module), "hyperparameters": self._hyperparameters}
+        # FSDPStrategy leaves a rank with a part of each parameter, another one on each.
+        has_shapes = not isinstance(self._trainer.strategy, FSDPStrategy)
+        module = module_fingerprint(self._trainer.lightning_module, has_shapes=has_shapes)
+        return {"module": module, "hyperparameters": self._hyperparameters}
 
     def settings(self) -> dict[str, Any]:
         """Return what is known when the fit begins."""
@@ -70,11 +74,11 @@ def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str,
     }
 
 
-def module_fingerprint(module: LightningModule) -> dict[str, Any]:
-    """Return names and shapes of the parameters, as they are before any is pruned."""
+def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> dict[str, Any]:
+    """Return names and shapes of the parameters, as they are before any is pruned; only the names without shapes."""
     buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
     found = without_masks({**dict(module.named_parameters()), **buffers})
-    parameters = {name: list(value.shape) for name, value in found.items() if value is not None}
+    parameters = {name: list(value.shape) if has_shapes else None for name, value in found.items() if value is not None}
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 

@@ -216,7 +216,7 @@ def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -
     metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
     states = {
         "weights": dict(module.state_dict()),
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "optimizers": [_in_order(optimizer.state_dict()) for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
         "metric states": metrics_state(module),
@@ -231,6 +231,11 @@ def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -
         callbacks=_callbacks(trainer),
         **{name: digest(state) for name, state in states.items()},
     )
+
+
+def _in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with the values of each parameter in one order: FSDP1 loads them in another."""
+    return {**state, "state": {name: dict(sorted(values.items())) for name, values in state["state"].items()}}
 
 
 def _callbacks(trainer: Trainer) -> dict[str, str]:

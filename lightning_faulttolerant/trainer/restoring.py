@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.beginning import Beginning
@@ -15,6 +15,7 @@ from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -71,21 +72,16 @@ class Restoring:
                 return
             self._has_started = True
             choice = self._choice = self._beginning.choose(checkpoint_path)
+            load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
             if choice.checkpoint is None:
-                original(choice.path, *args, **kwargs)
+                load()
                 self._choice = choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
-            elif self._trainer.strategy.restore_checkpoint_after_setup:  # it loads model and optimizers by itself
-                self._begin(lambda: original(choice.path, *args, **kwargs))
-                return
-            else:
-                rank_zero_info(f"Resuming from {choice.path}")
-                compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint)
             if choice.path is not None:
-                self._begin()
+                self._begin(load if choice.checkpoint is not None else None)
 
         return resume_start
 
-    def _begin(self, load: Callable[[], None] = lambda: None) -> None:
+    def _begin(self, load: Callable[[], None] | None) -> None:
         assert self._choice is not None
         self.resume = Resume(
             self._trainer,
@@ -98,7 +94,8 @@ class Restoring:
             nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()
-        load()
+        if load is not None:
+            load()
         self.resume.prepare(compat.loaded_checkpoint(self._trainer))
 
     def wrap_restore_training_state(self, original: Method) -> Method:

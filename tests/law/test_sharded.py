@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.ranks import assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
-from tests.sharded import ShardedNet, fsdp2
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.testing import KillAt, NotTheSame
+from tests.rank_runs import assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, NoisyDataset
+from tests.sharded import (
+    Fsdp1OnCpu,
+    PartlyShardedNet,
+    ShardedNet,
+    TensorParallelNet,
+    TwoOptimizersNet,
+    fsdp2,
+    tensor_parallel,
+)
 
 pytestmark = for_ranks
 
 
-@pytest.mark.parametrize(("cut", "rank"), [(FIRST_EPOCH, 0), (LATER_EPOCH, 1)], ids=["first", "later"])
+def same_rows() -> DataLoader[Any]:
+    """Return a loader without noise: ranks that share a model see the same batches."""
+    return DataLoader(NoisyDataset().rows, batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("cut", "rank"),
+    [(FIRST_EPOCH, 0), pytest.param(LATER_EPOCH, 1, marks=pytest.mark.slow)],
+    ids=["first-epoch", "later-epoch"],
+)
 def test_fsdp2_goes_on(cut: Cut, rank: int) -> None:
-    """With one rank of FSDP2 killed, both go on exactly where they were."""
+    """With one rank of FSDP2 killed, both go on exactly where they were, each with its own batch norm."""
     assert_ranks_go_on(cut, rank=rank, module=ShardedNet, strategy=fsdp2())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
+def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
+    """An optimizer that waits for its first step, and gathers gradients, is saved and restored as it is."""
+    strategy = fsdp2(save_distributed_checkpoint=is_sharded)
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy)
+
+
+@pytest.mark.slow
+def test_fsdp2_with_one_file_goes_on() -> None:
+    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all go on exactly."""
+    strategy = fsdp2(save_distributed_checkpoint=False)
+    assert_ranks_go_on(FIRST_EPOCH, rank=0, module=ShardedNet, strategy=strategy)
+
+
+@pytest.mark.slow
+def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
+    """Behind a validation run, where FSDP2 holds the whole module, and with accumulation all go on exactly."""
+    cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
+    arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_goes_on() -> None:
+    """With one rank of a module that is cut over ranks killed, both go on exactly where they were."""
+    arguments: dict[str, Any] = {"train": same_rows, "validation": same_rows}
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_refused() -> None:
+    """A parameter that no rank has to itself, and that is not the same on all, is an error that names it."""
+    fit = rank_fit(2, module=PartlyShardedNet, strategy=fsdp2())
+    with pytest.raises(NotTheSame, match=r"NotExactError: The ranks hold different values of layers\.3\.weight"):
+        assert_ranks_resume(fit, [KillAt(3)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*FSDP.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_fsdp1_goes_on() -> None:
+    """With one rank of FSDP1 killed, both go on exactly where they were."""
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP gathers a full state dict on a GPU only")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+def test_fsdp1_on_gpus_goes_on(state_dict_type: str) -> None:
+    """On GPUs FSDP1 goes on exactly, from a directory and from one file."""
+    num_ranks = torch.cuda.device_count()
+    strategy = FSDPStrategy(state_dict_type=state_dict_type)
+    assert_ranks_go_on(FIRST_EPOCH, num_ranks=num_ranks, strategy=strategy, accelerator="gpu")

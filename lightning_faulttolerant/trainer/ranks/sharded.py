@@ -9,17 +9,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar, final
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.state.tensors import load_buffers
+from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.compat import put_checkpoint
+from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 
 _Result = TypeVar("_Result")
@@ -133,6 +139,24 @@ def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> 
 def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a checkpoint goes into the file beside the shards."""
     return {key: value for key, value in checkpoint.items() if key not in _IN_SHARDS}
+
+
+def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None]) -> None:
+    """Let Lightning have what a fit goes on from; a strategy that loads model and optimizers itself does so.
+
+    Args:
+        trainer: Whose fit it is.
+        choice: What it goes on from, if from anything.
+        load: Lightning's way, by path.
+    """
+    loads_itself = trainer.strategy.restore_checkpoint_after_setup
+    if choice.checkpoint is not None and not loads_itself:
+        rank_zero_info(f"Resuming from {choice.path}")
+        put_checkpoint(trainer, str(choice.path), choice.checkpoint)
+        return
+    part = (choice.part or part_of(choice.path) or {}) if loads_itself else {}
+    with loadable(trainer, part.get(WITHOUT_STATE, [])) if choice.path is not None else nullcontext():
+        load(choice.path)
 
 
 def reshard(trainer: Trainer) -> None:

@@ -1,0 +1,81 @@
+"""Optimizers without a state yet, under FSDP2: torch lets them make a step, so that there is one to save or to load.
+
+A step of zero gradients and no learning rate still counts: Adam's bias correction and the momentum of a decayed weight
+are others from then on, and a run that only saves would not be the run that doesn't. torch leaves an optimizer alone
+whose parameters have a gradient (``_init_optim_state``), so one of them has one meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_faulttolerant.trainer.ranks.compat import saves_shards
+
+WITHOUT_STATE = "optimizers_without_state"
+"""Their numbers, in our part of a checkpoint."""
+
+
+def without_state(trainer: Trainer) -> list[int]:
+    """Return which of the optimizers have no state; none where the strategy leaves them alone anyway."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return []
+    return [i for i, optimizer in enumerate(trainer.optimizers) if not optimizer.state]
+
+
+@contextlib.contextmanager
+def left_alone(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
+    """Within the block let nobody give a state to the optimizers of these numbers."""
+    held = [parameter for i in numbers for parameter in _one_without_gradient(trainer.optimizers[i])]
+    for parameter in held:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.grad = None
+
+
+@contextlib.contextmanager
+def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
+    """Within the block let a strategy load a checkpoint in which the optimizers of these numbers have no state.
+
+    The others get one before it, while the parameters are not yet those of the checkpoint: a step that is to change
+    nothing may turn a weight of -0.0 into 0.0, and an optimizer of a user's own may do more.
+    """
+    model = trainer.strategy.model
+    if not isinstance(trainer.strategy, ModelParallelStrategy) or model is None:
+        yield
+        return
+    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415, RUF100 - takes a second to import
+        get_optimizer_state_dict,
+    )
+
+    with left_alone(trainer, numbers):
+        for i in set(range(len(trainer.optimizers))) - set(numbers):
+            get_optimizer_state_dict(model, trainer.optimizers[i])
+        yield
+    for i in numbers:
+        trainer.optimizers[i].state.clear()  # of the place that `make_loadable` has made
+
+
+def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give optimizers without a state a place for one parameter's: Lightning looks at the first of a file, unasked."""
+    if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
+        for state in checkpoint["optimizer_states"]:
+            if state.get("state") == {}:
+                state["state"] = {state["param_groups"][0]["params"][0]: {}}
+
+
+def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer.state or any(parameter.grad is not None for parameter in parameters):
+        return []
+    return [parameter for parameter in parameters if parameter.requires_grad][:1]

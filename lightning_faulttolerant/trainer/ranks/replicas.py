@@ -1,0 +1,98 @@
+"""Parameters that several ranks hold alike: a checkpoint has each once, so a difference between them would be lost.
+
+Under tensor parallelism nobody averages the gradients of what is not cut over the ranks: it stays alike only as long as
+all of them see the same batches and draw the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, final
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.state.differences import digests_of
+from lightning_faulttolerant.state.tensors import shard_of
+from lightning_faulttolerant.trainer.ranks.group import Ranks
+from lightning_faulttolerant.trainer.ranks.sharded import reshard
+
+_log = logging.getLogger(__name__)
+
+_MAX_SHOWN = 5
+
+
+@final
+class Replicas:
+    """Compares what several ranks hold of a module of `ModelParallelStrategy`.
+
+    Args:
+        trainer: Whose module.
+        ranks: Who compare.
+        strict: Whether a difference is an error rather than a warning.
+    """
+
+    def __init__(self, trainer: Trainer, ranks: Ranks, *, strict: bool) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+        self._strict = strict
+        self._has_warned = False
+
+    def check(self) -> None:
+        """Compare; a collective.
+
+        Raises:
+            NotExactError: If `strict`, and ranks hold different values of the same parameter.
+        """
+        if not isinstance(self._trainer.strategy, ModelParallelStrategy):
+            return
+        reshard(self._trainer)
+        told = self._ranks.to_first("replicas", _digests(self._trainer.lightning_module))
+        differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
+        if not differing:
+            return
+        more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+        reason = (
+            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}, which is the same parameter"
+            " on each. A checkpoint holds only one of them, so the run would not go on exactly. Shard these parameters too"
+            " (fully_shard), or average their gradients in on_after_backward"
+        )
+        if self._strict:
+            raise NotExactError(f"{reason}; or pass FaultTolerance(strict=False).")
+        if not self._has_warned and self._ranks.rank == 0:
+            _log.warning("%s.", reason)
+        self._has_warned = True
+
+
+def _digests(module: nn.Module) -> dict[str, Any]:
+    """Return a digest of each piece of a parameter that another rank may hold too."""
+    digests = {}
+    for name, parameter in module.named_parameters():
+        place = _place(parameter)
+        if place is not None:
+            digests[f"{name} {place}".rstrip()] = digests_of(shard_of(parameter).detach().cpu())
+    return digests
+
+
+def _place(parameter: Any) -> str | None:
+    """Return which piece of a parameter this rank has, ``None`` if no other rank has it too."""
+    if shard_of(parameter) is parameter:
+        return ""
+    placements, coordinate = parameter.placements, parameter.device_mesh.get_coordinate() or ()
+    if not any(placement.is_replicate() for placement in placements):
+        return None
+    pieces = [at for at, placement in zip(coordinate, placements, strict=False) if placement.is_shard()]
+    return f"(piece {pieces})" if pieces else ""
+
+
+def _differing(told: Sequence[dict[str, Any]]) -> list[str]:
+    seen: dict[str, Any] = {}
+    differing: dict[str, None] = {}
+    for digests in told:
+        for name, digest in digests.items():
+            if seen.setdefault(name, digest) != digest:
+                differing[name] = None
+    return list(differing)
