@@ -27,6 +27,7 @@ from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
+from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
@@ -297,6 +298,7 @@ class TrackedLoader:
             counts = [before + rounds for before in iteration.fetched_before]
         workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        state["num_workers"] = self.num_workers
         if self._dataset is not None:
             state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
@@ -312,7 +314,7 @@ class TrackedLoader:
         if iteration is not None and self.num_workers and self._has_living_workers:
             workers = _worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
-        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers, "num_workers": self.num_workers}
         if self._dataset is not None:
             state["dataset"] = state_of(self._dataset)
         if self.iterable is not None:
@@ -324,16 +326,22 @@ class TrackedLoader:
         """Let the next iteration go on from a position of `state_dict`."""
         if self._seeded is not None:
             self._seeded.load_state_dict(state_dict)
+        had_workers = state_dict.get("num_workers", self.num_workers)
+        if had_workers != self.num_workers and self.iterable is None:
+            state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
-        if record is None:
+        if record is None and DEAL not in state_dict:
             return
         if self.loader.persistent_workers:
-            self._forget_iterator()
+            vars(self.loader)["_iterator"] = None
+        if DEAL in state_dict:
+            self._plan = (planned(state_dict[DEAL], self.index_side, self.loader), None, 0)
+            return
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
             return
@@ -341,11 +349,8 @@ class TrackedLoader:
             self._plan = (self._seeded.plan(record, consumed), None, 0)
             return
         drop = state_dict["drop"]
-        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)
+        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers and not had_workers)
         self._plan = (plan, workers, drop)
-
-    def _forget_iterator(self) -> None:
-        vars(self.loader)["_iterator"] = None
 
     def release_workers(self) -> None:
         """Let the workers follow a termination again: nobody needs them any more."""
