@@ -27,8 +27,9 @@ FINGERPRINT = "fingerprint"
 OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 """A resume doesn't need these, and they may hold any object."""
 
-# The same on every rank: weights are synchronised, and loops count together.
-_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "optimizer_states", "loops", KEY)
+# The same on every rank: weights are synchronised, those that WeightAveraging puts aside too, and loops count together.
+_WEIGHTS = ("state_dict", "current_model_state", "optimizer_states")
+_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
 
 
 def full_state(state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:
