@@ -15,7 +15,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.dealt import GlobalOrder, order_of, share_of
+from lightning_faulttolerant.loader.dealt import GlobalOrder, Share, order_of, share_of
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
@@ -86,6 +86,10 @@ class IndexSide:
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]  # a sampler without a length raises the TypeError expected
 
+    def current_share(self) -> Share | None:
+        """Return how the samples come to this rank, or ``None`` if that is not known."""
+        return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
+
     def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
         """Get ready for the next iteration."""
         self._plan = plan
@@ -96,7 +100,7 @@ class IndexSide:
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
             recent=deque(maxlen=self._window),
-            share=share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks),
+            share=self.current_share(),
         )
 
     @contextlib.contextmanager

@@ -106,21 +106,21 @@ class LoaderSeeds:
 
     def __init__(self) -> None:
         seed = os.environ.get("PL_GLOBAL_SEED")
-        self._seed = (int(seed) if seed else torch.initial_seed()) & _MASK
+        self.seed = (int(seed) if seed else torch.initial_seed()) & _MASK
         self._seeds: dict[str, SampleSeeds] = {}
 
     def of(self, place: str) -> SampleSeeds:
         """Return those of the loader at `place`."""
-        return self._seeds.setdefault(place, SampleSeeds(seed=self._seed, name=place))
+        return self._seeds.setdefault(place, SampleSeeds(seed=self.seed, name=place))
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Take the run's seed, and the counts, from the loaders' states by place."""
         for place, state in states.items():
             if "per_sample" in state:
-                self._seed = state["per_sample"]["seed"]
+                self.seed = state["per_sample"]["seed"]
                 self.of(place).load_state_dict(state["per_sample"])
         for seeds in self._seeds.values():
-            seeds.seed = self._seed
+            seeds.seed = self.seed
 
 
 class PerSampleDataset:

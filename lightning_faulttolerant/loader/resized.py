@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
-from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share, share_of
+from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
 from lightning_faulttolerant.loader.index_record import IndexPlan, Moment
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.state.fresh import fresh_torch_state
@@ -86,7 +86,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
         FingerprintMismatchError: If it is another data set's.
     """
     order = GlobalOrder(**state["order"])
-    share = share_of(side.own_sampler, rank=side.global_rank, num_ranks=side.num_ranks)
+    share = side.current_share()
     if share is None:
         raise NotExactError(
             f"The epoch in progress was begun by another number of ranks, and a {type(side.own_sampler).__name__} does"

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import default_sigchld
+from lightning_faulttolerant.loader.dealt import Deal
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
@@ -143,6 +144,11 @@ class TrackedLoader:
         forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
         return tracked
+
+    @property
+    def deal(self) -> Deal | None:
+        """How the rest of an epoch that others began comes to this rank, until it is begun."""
+        return self._plan[0].deal if self._plan is not None else None
 
     @property
     def num_handed_out(self) -> int:

@@ -25,9 +25,7 @@ def merged_gradients(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     return {name: sum(s[name] for s in states if name in s) / len(states) for name in sorted(names)}  # type: ignore[misc]
 
 
-def merged_metrics(
-    states: States, module: nn.Module, *, rank: int, num_ranks: int
-) -> tuple[dict[str, Any], list[str]]:
+def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
     """Return the state of one rank's metrics, as `metrics_state` gives it, and a line for each that can't be merged.
 
     Args:
@@ -60,7 +58,7 @@ def _merged_metric(states: States, metric: Metric, *, rank: int) -> tuple[dict[s
     first = states[0]
     values, lost = {}, []
     # A metric without a reduction says by it how its values are to be gathered; ours is torchmetrics' own list of them.
-    reductions: Mapping[str, Callable[..., Any] | None] = metric._reductions
+    reductions: Any = metric._reductions
     for name in first["values"]:
         merge = _MERGES.get(reductions.get(name)) or _merge_unknown
         own = [state["values"][name] for state in states]

@@ -31,6 +31,7 @@ class Options:
     save_on_exception: bool
     auto_resume: bool
     strict: bool
+    elastic: bool = False
     worker_rng: str = "capture"
     async_save: bool = False
 

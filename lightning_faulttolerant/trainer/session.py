@@ -158,6 +158,7 @@ class Session:
                 return
             self._has_started = True
             self._choice = self._beginning.choose(checkpoint_path)
+            self._loaders.share_seeds(self._beginning.ranks)
             if self._choice.checkpoint is None:
                 original(self._choice.path, *args, **kwargs)
                 self._choice = self._choice.with_checkpoint(compat.loaded_checkpoint(self._trainer))
@@ -178,7 +179,7 @@ class Session:
             self._fingerprint,
             self._files,
             rank=self._beginning.ranks.rank,
-            strict=self._options.strict,
+            options=self._options,
             nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()

@@ -1,7 +1,7 @@
 """Logged values of several ranks, merged into those of another number of ranks by the reduction of each.
 
-What is synced stays the value of all ranks together. What is not synced is each rank's own: it gets its part of what
-all had, so that a mean keeps its weights and a sum its size.
+Each rank gets its part of what all had: a value that is synced stays that of all ranks together, and of one that is
+each rank's own a mean keeps its weights and a sum its size.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ def _merged_collection(collections: States, *, rank: int, num_ranks: int) -> dic
 
 def _merged_item(items: States, *, rank: int, num_ranks: int) -> dict[str, Any]:
     first = items[0]
-    meta = first["meta"]
+    meta = {**first["meta"], "sync": {**first["meta"]["sync"], "adopts": True}}
     count = max(item["cache"]["update_count"] for item in items)
     cache = {**first["cache"], "update_count": count}
     if not meta["is_tensor"] or not meta["fields"]["on_epoch"] or meta["sync"]["rank_zero_only"]:
-        return {**first, "cache": cache}
-    synced = meta["sync"]["should"]
+        return {**first, "meta": meta, "cache": cache}
     sums = {
-        name: _merged(name, [item["sums"][name] for item in items], meta["reduce_fx"], synced, rank, num_ranks)
+        name: _merged([item["sums"][name] for item in items], meta["reduce_fx"], rank, num_ranks)
         for name in first["sums"]
     }
     return {"meta": meta, "cache": cache, "sums": sums}
 
 
-def _merged(name: str, values: Sequence[Tensor], reduction: str, synced: bool, rank: int, num_ranks: int) -> Tensor:
+def _merged(values: Sequence[Tensor], reduction: str, rank: int, num_ranks: int) -> Tensor:
     stacked = torch.stack(list(values))
     if reduction in ("min", "max"):
         return stacked.amin(0) if reduction == "min" else stacked.amax(0)
     total = stacked.sum(0)
     if num_ranks == 1:
         return total
+    if reduction == "sum" and len(values) == 1:
+        # Whether it is to be synced is not known of a sole rank's. So it is right if it is, and if nothing more comes.
+        return total if rank == 0 else torch.zeros_like(total)
     if not total.is_floating_point():
         # Lightning's mean over ranks of a whole number is cut to a whole number: here it need not be one.
         total = total.double() if total.device.type != "mps" else total.float()
-    if not synced:
-        return total / num_ranks
-    return total if rank == 0 else torch.zeros_like(total)
+    return total / num_ranks
