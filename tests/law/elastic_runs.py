@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MinMetric, SumMetric
@@ -150,19 +152,21 @@ class Values(Callback):
         self.ledger = ledger
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, trainer.current_epoch - 1)
+        self._write(trainer, pl_module, trainer.current_epoch - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer, trainer.current_epoch - 1)
+        self._write(trainer, pl_module, trainer.current_epoch - 1)
 
-    def _write(self, trainer: Trainer, epoch: int) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, epoch: int) -> None:
         values = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        self.ledger.write(what="values", epoch=epoch, values=values, computed=getattr(pl_module, "computed", {}))
+        self.ledger.write(what="values", epoch=epoch, values=values, computed=getattr(module, "computed", {}))
 
 
 def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     """Train one leg on this rank."""
     torch.set_num_threads(1)
+    # Lightning warns of a value that is logged without sync_dist, and of loaders without workers.
+    warnings.simplefilter("ignore", PossibleUserWarning)
     seed_everything(plan.seed, verbose=False)
     data = plan.make_dataset(plan.length)
     own = {"batch_size": leg.batch_size, "num_workers": leg.num_workers, "shuffle": plan.shuffle}
