@@ -7,7 +7,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,15 @@ class Net(LightningModule):
 class Leg:
     """One run of the command: on how many ranks, with what, and where it is killed.
 
-    ``kill`` is the epoch and the batch in whose step all ranks die, or ``None``.
+    ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those behind whose step they save a
+    checkpoint of their own, from which the next leg starts, and die.
     """
 
     num_ranks: int
     batch_size: int = 2
     num_workers: int = 0
     kill: tuple[int, int] | None = None
+    save: tuple[int, int] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -107,9 +109,10 @@ class Plan:
 class Ledger(Callback):
     """Writes down each consumed batch and what each epoch came to, on each rank."""
 
-    def __init__(self, path: Path, kill: tuple[int, int] | None) -> None:
+    def __init__(self, path: Path, leg: Leg, own: Path) -> None:
         self.path = path
-        self.kill = kill
+        self.leg = leg
+        self.own = own
         self.fault_tolerance: FaultTolerance | None = None
 
     def write(self, **entry: Any) -> None:
@@ -125,7 +128,7 @@ class Ledger(Callback):
             report, self.reported = self.fault_tolerance.resume_report, True
             self.write(what="report", not_exact=list(report.not_exact), batch=report.batch, epoch=report.epoch)
             self.fault_tolerance = FaultTolerance()
-        if (trainer.current_epoch, batch_idx) == self.kill:
+        if (trainer.current_epoch, batch_idx) == self.leg.kill:
             os._exit(KILLED)
 
     def on_train_batch_end(
@@ -135,6 +138,9 @@ class Ledger(Callback):
         where = {"epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}
         weights = torch.cat([p.detach().reshape(-1) for p in pl_module.parameters()])
         self.write(what="batch", **entry, **where, weights=weights.tolist())
+        if (trainer.current_epoch, batch_idx) == self.leg.save:
+            trainer.save_checkpoint(self.own)
+            os._exit(KILLED)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -169,11 +175,12 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     warnings.simplefilter("ignore", PossibleUserWarning)
     seed_everything(plan.seed, verbose=False)
     data = plan.make_dataset(plan.length)
-    own = {"batch_size": leg.batch_size, "num_workers": leg.num_workers, "shuffle": plan.shuffle}
-    loader = DataLoader(data, **{**own, **leg.loader})
+    usual = {"batch_size": leg.batch_size, "num_workers": leg.num_workers, "shuffle": plan.shuffle}
+    loader = DataLoader(data, **{**usual, **leg.loader})
     validation = DataLoader(plan.make_dataset(7), batch_size=2)
     options = {"every_n_train_steps": 1, **plan.options, **leg.options}
-    written = Ledger(ledger, leg.kill)
+    own = directory / "own.ckpt"
+    written = Ledger(ledger, leg, own)
     written.fault_tolerance = FaultTolerance(str(directory / "autosaves"), run_id="run", **options)
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -189,7 +196,7 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     }
     callbacks = [written, Values(written), written.fault_tolerance]
     trainer = Trainer(callbacks=callbacks, **{**defaults, **plan.arguments, **leg.arguments})
-    trainer.fit(plan.make_module(), loader, validation)
+    trainer.fit(plan.make_module(), loader, validation, ckpt_path=str(own) if own.exists() else None)
 
 
 def run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "") -> list[Entries]:
@@ -206,7 +213,7 @@ def run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "") 
             num_ranks=leg.num_ranks,
             directory=directory,
         )
-        expected = KILLED if leg.kill else 0
+        expected = KILLED if leg.kill or leg.save else 0
         if error and number == len(legs) - 1:
             assert exit_codes == [1] * leg.num_ranks, f"{exit_codes}\n{output}"
             assert error in output, output
@@ -243,8 +250,3 @@ class Entries:
 def consumed(done: list[Entries], epoch: int) -> list[int]:
     """Return the indices that all legs consumed of an epoch, in order."""
     return [index for entries in done for index, _ in entries.samples(epoch)]
-
-
-def killed(leg: Leg, epoch: int, batch: int) -> Leg:
-    """Return a leg that dies there."""
-    return replace(leg, kill=(epoch, batch))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.law.elastic_runs import Entries, Leg, Plan, consumed, killed, run
+from tests.law.elastic_runs import Entries, Leg, Plan, consumed, run
 
 PER_SAMPLE = Plan(options={"worker_rng": "per_sample"})
 
@@ -93,8 +91,8 @@ def test_an_equal_global_batch_gives_the_same_losses(way: tuple[int, int], accum
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": accumulated}, length=24)
     sizes = {1: 4, 2: 2}
     uninterrupted = run(plan, Leg(num_ranks=way[0], batch_size=sizes[way[0]]))
-    legs = [Leg(num_ranks=n, batch_size=sizes[n]) for n in way]
-    done = run(plan, killed(legs[0], 0, 3), legs[1])
+    first = Leg(num_ranks=way[0], batch_size=sizes[way[0]], save=(0, 2))
+    done = run(plan, first, Leg(num_ranks=way[1], batch_size=sizes[way[1]]))
     assert losses(done, 0) == pytest.approx(losses(uninterrupted, 0), rel=1e-5)
     expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
@@ -107,7 +105,7 @@ def test_accumulation_may_make_up_for_ranks() -> None:
     plan = Plan(options=PER_SAMPLE.options, length=24)
     uninterrupted = run(plan, Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}))
     legs = [
-        Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}, kill=(0, 3)),
+        Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}, save=(0, 2)),
         Leg(num_ranks=1, arguments={"accumulate_grad_batches": 4}),
     ]
     done = run(plan, *legs)
@@ -119,7 +117,7 @@ def test_accumulation_may_make_up_for_ranks() -> None:
 def test_a_window_that_does_not_fit_is_refused() -> None:
     """An open accumulation window that ranks of now would not have is an error, and announced where that is allowed."""
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": 2})
-    first = Leg(num_ranks=2, kill=(0, 3))
+    first = Leg(num_ranks=2, save=(0, 2))
     run(plan, first, Leg(num_ranks=1), error="they are of 4 samples, where the windows of these ranks would have 0")
     done = run(plan, first, Leg(num_ranks=1, options={"elastic": True}))
     assert any("accumulation window" in line for line in done[1].of("report")[0]["not_exact"])
@@ -169,8 +167,3 @@ def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
     assert found == expected[1].batches(0)
     assert done[2].batches(1) == expected[1].batches(1)
     assert done[2].of("report")[0]["not_exact"] == []
-
-
-def kinds(entries: Entries) -> list[Any]:
-    """Return where validation ran."""
-    return [(entry["epoch"], entry["batch"]) for entry in entries.of("validation")]
