@@ -24,7 +24,7 @@ from lightning_faulttolerant.loader.dealt import Deal
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
-from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
@@ -33,7 +33,7 @@ from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
-from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
+from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
@@ -302,7 +302,7 @@ class TrackedLoader:
             rounds = (consumed - record.first_batch) // self.num_workers
             drop = (consumed - record.first_batch) % self.num_workers
             counts = [before + rounds for before in iteration.fetched_before]
-        workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
+        workers = None if counts is None or starts_fresh(iteration, counts) else worker_states(iteration, counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
         state["num_workers"] = self.num_workers
         if self._dataset is not None:
@@ -318,7 +318,7 @@ class TrackedLoader:
             return self._seeded.state_dict()
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
-            workers = _worker_states(iteration, self._fetched())
+            workers = worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
         state = {"consumed": None, "drop": 0, "record": kept, "workers": workers, "num_workers": self.num_workers}
         if self._dataset is not None:
@@ -383,21 +383,3 @@ class TrackedLoader:
                 if worker.is_alive() and worker.pid is not None:
                     os.kill(worker.pid, signal.SIGKILL)
                     worker.join(timeout_seconds)
-
-
-def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
-    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
-    return not any(counts) and iteration.resumed_states is None
-
-
-def _worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    assert iteration.ring is not None
-    if not any(counts) and iteration.resumed_states is not None:
-        return iteration.resumed_states
-    try:
-        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
-    except LookupError as error:
-        raise NotExactError(
-            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-            " samples could not go on exactly."
-        ) from error

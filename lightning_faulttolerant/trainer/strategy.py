@@ -6,7 +6,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -26,6 +25,7 @@ from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_posi
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
+from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.worker_init import default_worker_init
@@ -34,20 +34,6 @@ _log = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """Where the training loaders were right before a batch was fetched, and the random states of that instant.
-
-    ``iterations`` are each tracker's own iteration, and how many batches of it had come out.
-    """
-
-    iterations: Mapping[str, tuple[Any, int]]
-    combined: Mapping[str, Any] | None
-    rng: Mapping[str, bytes]
-    held: Mapping[str, Mapping[str, bytes]]
-    own: Mapping[str, Any]
 
 
 class Loaders:

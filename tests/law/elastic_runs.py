@@ -79,14 +79,15 @@ class Leg:
     """One run of the command: on how many ranks, with what, and where it is killed.
 
     ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those behind whose step they save a
-    checkpoint of their own, from which the next leg starts, and die.
+    checkpoint of their own, from which the next leg starts, and die; ``"validation"`` and ``"end"`` in the place of the
+    batch: in the epoch's last validation run, and at its end.
     """
 
     num_ranks: int
     batch_size: int = 2
     num_workers: int = 0
     kill: tuple[int, int] | None = None
-    save: tuple[int, int] | None = None
+    save: tuple[int, int | str] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -138,9 +139,19 @@ class Ledger(Callback):
         where = {"epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}
         weights = torch.cat([p.detach().reshape(-1) for p in pl_module.parameters()])
         self.write(what="batch", **entry, **where, weights=weights.tolist())
-        if (trainer.current_epoch, batch_idx) == self.leg.save:
+        self._save(trainer, batch_idx)
+
+    def _save(self, trainer: Trainer, where: int | str) -> None:
+        if (trainer.current_epoch, where) == self.leg.save:
             trainer.save_checkpoint(self.own)
             os._exit(KILLED)
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, "end")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import WeightedRandomSampler
 
 from tests.law.elastic_runs import Entries, Leg, Plan, consumed, run
 
@@ -40,6 +41,7 @@ def test_two_ranks_become_one() -> None:
     done = run(PER_SAMPLE, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
     assert_every_sample_once(done, consumed(uninterrupted, 0), epoch=0, num_ranks=1)
     assert_values_of(done, 0)
+    assert done[1].of("values")[0]["values"]["unsynced"] == pytest.approx(12.5)
     assert done[1].of("report")[0]["batch"] == 6
     assert [entry["batch"] for entry in done[1].of("validation")] == [13, 13]
     assert any("2 ranks when it was saved, one rank now" in line for line in done[1].of("report")[0]["not_exact"])
@@ -167,3 +169,57 @@ def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
     assert found == expected[1].batches(0)
     assert done[2].batches(1) == expected[1].batches(1)
     assert done[2].of("report")[0]["not_exact"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [3, 6, "validation", "end"])
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
+def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int | str) -> None:
+    """From a checkpoint behind a batch, in validation or at an epoch's end, each run of validation is run once."""
+    plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 0.5})
+    place = where if isinstance(where, str) else where * 2 // way[0] - 1
+    done = run(plan, Leg(num_ranks=way[0], save=(0, place)), Leg(num_ranks=way[1]))
+    uninterrupted = run(plan, Leg(num_ranks=way[0]))
+    assert_every_sample_once(done, consumed(uninterrupted, 0), epoch=0, num_ranks=1)
+    ran = [[(e["epoch"], e["batch"]) for e in entries.of("validation")] for entries in done]
+    half, last = ([(0, n * batches // 2) for batches in (12 // way[0], 12 // way[1])] for n in (1, 2))
+    expected = {
+        3: ([], [half[1], last[1]]),
+        6: ([half[0]], [last[1]]),
+        "validation": ([half[0]], [last[1]]),
+        "end": ([half[0], last[0]], []),
+    }[where]
+    assert ran[0] == expected[0]
+    assert ran[1] == [*expected[1], (1, half[1][1]), (1, last[1][1])]
+
+
+@pytest.mark.slow
+def test_a_finished_fit_trains_on_with_other_ranks() -> None:
+    """A fit that came to its end goes on for another epoch with another number of ranks, from the start of it."""
+    legs = [Leg(num_ranks=2, arguments={"max_epochs": 1}), Leg(num_ranks=3, arguments={"max_epochs": 2})]
+    done = run(PER_SAMPLE, *legs)
+    assert consumed(done[1:], 0) == []
+    assert done[1].samples(1) == run(PER_SAMPLE, Leg(num_ranks=3))[0].samples(1)
+
+
+@pytest.mark.slow
+def test_limited_epochs_end_with_the_same_sample() -> None:
+    """An epoch of which only a share is trained ends for other ranks where it would have ended."""
+    plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"limit_train_batches": 0.5})
+    done = run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1))
+    assert consumed(done, 0) == consumed(run(plan, Leg(num_ranks=2)), 0)
+    counted = Plan(options=PER_SAMPLE.options, length=24, arguments={"limit_train_batches": 3})
+    run(counted, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1), error="it counts the batches of one rank")
+
+
+@pytest.mark.slow
+def test_an_order_that_is_not_known_is_refused() -> None:
+    """A sampler of one's own can't be dealt to other ranks, whatever is allowed."""
+    weights = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 26, 26)}
+    plan = Plan(options={"elastic": True, "strict": False}, arguments={"use_distributed_sampler": False})
+    run(
+        plan,
+        Leg(num_ranks=2, kill=(0, 1), loader=weights),
+        Leg(num_ranks=1, loader=weights),
+        error="its sampler is none",
+    )

@@ -21,7 +21,7 @@ from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_stat
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.logged.merge import merged_results
-from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, Position
+from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
 from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 
@@ -198,7 +198,20 @@ class Resized:
             own = {"index": done, "fetched": done, "batch_index": done}
             self.state["loaders"] = {**self.state["loaders"], "combined": {**combined, **own}}
         self._fit_gradients(loaders, done)
+        self._fit_step(done, now)
         return replace(position, batch=done)
+
+    def _fit_step(self, done: int, now: float) -> None:
+        """Say so where a batch that is still to be closed ended a window for the ranks that saved, or only for us."""
+        batch = self._position.batch
+        had_stepped = batch % self._accumulated == 0 or batch == self._num_batches
+        steps = done % self._state_accumulation() == 0 or done == now
+        if self._position.where in (BATCH_END, VALIDATION, VALIDATION_END) and had_stepped != steps:
+            self.lost.append(
+                "the loggers' step, and schedulers that wait for a value: the batch in whose hook the checkpoint was"
+                f" taken {'ended' if had_stepped else 'did not end'} an accumulation window, and for these ranks it"
+                f" {'ends one' if steps else 'does not'}"
+            )
 
     def _fit_gradients(self, loaders: Loaders, done: int) -> None:
         if self._window is None:
