@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
 
@@ -49,6 +50,7 @@ class IndexRecord:
     ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
     index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out. Where
     samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
+    ``order`` and ``share`` say what all ranks together consume, where that is known; ``deal``, if other ranks began.
     """
 
     first_batch: int = 0
@@ -60,11 +62,17 @@ class IndexRecord:
     recent: deque[Any] = field(default_factory=deque)
     epoch: int = 0
     num_samples: int = 0
+    order: GlobalOrder | None = None
+    share: Share | None = None
+    deal: Deal | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexPlan:
-    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers."""
+    """How the next iteration is to be resumed: from batch `position`, or, without `start`, only with its workers.
+
+    With a ``deal`` the batches are those of it rather than the sampler's.
+    """
 
     birth: Moment | None
     start: Moment | None = None
@@ -74,6 +82,8 @@ class IndexPlan:
     log: bytes = b""
     recent: tuple[Any, ...] = ()
     num_samples: int = 0
+    order: GlobalOrder | None = None
+    deal: Deal | None = None
 
 
 def plan_from_state(
@@ -103,6 +113,8 @@ def plan_from_state(
         log=log,
         recent=tuple(recent),
         num_samples=state.get("num_samples", 0) - num_again,
+        order=None if state.get("order") is None else GlobalOrder(**state["order"]),
+        deal=None if state.get("deal") is None else Deal.from_state_dict(state["deal"]),
     )
 
 
@@ -124,4 +136,7 @@ def record_state(record: IndexRecord) -> dict[str, Any]:
         "log": record.log.pack(),
         "recent": pack_indices(list(record.recent)),
         "num_samples": record.num_samples,
+        "order": None if record.order is None else asdict(record.order),
+        "share": None if record.share is None else asdict(record.share),
+        "deal": None if record.deal is None else record.deal.state_dict(),
     }

@@ -15,6 +15,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.dealt import GlobalOrder, Share, order_of, share_of
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
@@ -55,6 +56,7 @@ class IndexSide:
         self.is_batched = is_batched
         self.has_other_workers = False
         """Whether the run had another number of workers before a resume."""
+        self.global_rank, self.num_ranks = 0, 1
         self._parked: Moment | None = None
         self._sampler = sampler
         self._held = held
@@ -76,8 +78,17 @@ class IndexSide:
             raise AttributeError(name)
         return getattr(self._sampler, name)
 
+    @property
+    def own_sampler(self) -> Any:
+        """The loader's own."""
+        return self._sampler
+
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]  # a sampler without a length raises the TypeError expected
+
+    def current_share(self) -> Share | None:
+        """Return how the samples come to this rank, or ``None`` if that is not known."""
+        return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
 
     def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
         """Get ready for the next iteration."""
@@ -86,7 +97,11 @@ class IndexSide:
             self._birth = None
         self._is_begun = True
         self._iterator = None
-        self.record = IndexRecord(first_batch=0 if plan is None else plan.position, recent=deque(maxlen=self._window))
+        self.record = IndexRecord(
+            first_batch=0 if plan is None else plan.position,
+            recent=deque(maxlen=self._window),
+            share=self.current_share(),
+        )
 
     @contextlib.contextmanager
     def opened_before(self) -> Iterator[None]:
@@ -169,6 +184,32 @@ class IndexSide:
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
         plan, self._plan = self._plan, None
+        if plan is not None and plan.deal is not None:
+            return self._open_dealt(plan)
+        opened = self._open(indices, plan)
+        self.record.order = plan.order if plan is not None and plan.order is not None else self._order()
+        return opened
+
+    def _open_dealt(self, plan: IndexPlan) -> Iterator[Any]:
+        record, deal = self.record, plan.deal
+        assert deal is not None
+        record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
+        record.handed_out, record.num_samples = plan.position, plan.num_samples
+        return deal.batches(skip=plan.position - deal.first_batch)
+
+    def _order(self) -> GlobalOrder | None:
+        record = self.record
+        if record.share is None or record.first is None:
+            return None
+        epochs = [epoch for epoch in record.first.sampler_epochs if epoch is not None]
+        held = list(record.first.held.values())
+        if generators_of(self._sampler) and not held:
+            return None
+        generator = held[0].partition(b"\n")[2] if held else record.first.rng["torch"]
+        epoch = epochs[0] if epochs else None
+        return order_of(self._sampler, epoch=epoch, generator=generator, is_own_generator=bool(held))
+
+    def _open(self, indices: Iterator[Any] | None, plan: IndexPlan | None) -> Iterator[Any]:
         record = self.record
         if indices is None and (plan is None or plan.start is None or plan.first is None):
             record.start = self._start_moment()
@@ -328,9 +369,10 @@ class _IndexIterator(Iterator[Any]):
         record.recent.append(batch)
         if seeds is None:
             return batch
-        place = record.num_samples
+        step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin
+        place = begin + record.num_samples * step + self._side.global_rank
         record.num_samples += len(batch) if self._side.is_batched else 1
-        return seeds.of(batch, epoch=record.epoch, place=place)
+        return seeds.of(batch, epoch=record.epoch, place=place, step=step)
 
 
 def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:

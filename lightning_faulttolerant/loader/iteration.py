@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.iterable import IterableRecord
 from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.ring import WorkerRing
-from lightning_faulttolerant.loader.worker_side import WorkerState
+from lightning_faulttolerant.loader.worker_side import WorkerState, unpack_worker_state
 
 _KEPT_STATES = 4  # the trainer is at most one batch behind what has come out
 
@@ -116,3 +117,27 @@ class CountedBatches(Iterator[Any]):
         """Take the first batches out unseen: they were used before the resume."""
         for _ in range(num_batches):
             self._next()
+
+
+def starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
+    """Return whether workers that have fetched so many batches need no state to begin from."""
+    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
+    return not any(counts) and iteration.resumed_states is None
+
+
+def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
+    """Return the state of each worker behind so many of its batches.
+
+    Raises:
+        NotExactError: If one is not there.
+    """
+    assert iteration.ring is not None
+    if not any(counts) and iteration.resumed_states is not None:
+        return iteration.resumed_states
+    try:
+        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
+    except LookupError as error:
+        raise NotExactError(
+            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
+            " samples could not go on exactly."
+        ) from error

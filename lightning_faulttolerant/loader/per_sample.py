@@ -1,7 +1,7 @@
 """The second mode of worker randomness: every generator is seeded before each sample, so nothing is to be captured.
 
-What a sample draws follows from (seed, loader, epoch, the sample's place in the epoch) alone: it stays the same when
-the number of workers changes. ``collate_fn`` goes on from the seeds of its last sample.
+What a sample draws follows from (seed, loader, epoch, the sample's place in the epoch of all ranks) alone: it stays the
+same when the number of workers or ranks changes. ``collate_fn`` goes on from the seeds of its last sample.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ def why_not_per_sample(loader: DataLoader[Any]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SeededIndices:
-    """What is handed out in place of an index batch: also what the seeds of its samples follow from."""
+    """What is handed out in place of an index batch: also what the seeds of its samples follow from.
+
+    ``place`` is the first sample's in the epoch, ``step`` how far on that of the next one is: as many as there are
+    ranks, of which each takes one in turn.
+    """
 
     seed: int
     epoch: int
     place: int
     indices: Any
+    step: int = 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,10 +77,10 @@ class SampleSeeds:
             self.num_begun += 1
         return self.num_begun - 1
 
-    def of(self, batch: Any, *, epoch: int, place: int) -> SeededIndices:
+    def of(self, batch: Any, *, epoch: int, place: int, step: int = 1) -> SeededIndices:
         """Return `batch` with what its samples' seeds follow from."""
         own = hashlib.blake2b(f"{self.seed} {self.name}".encode(), digest_size=8).digest()
-        return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch)
+        return SeededIndices(int.from_bytes(own, "little"), epoch, place, batch, step)
 
     def seed_workers(self, generator: torch.Generator | None) -> None:
         """Let the seed that torch draws for new workers be the same each time, whenever they are made."""
@@ -101,21 +106,21 @@ class LoaderSeeds:
 
     def __init__(self) -> None:
         seed = os.environ.get("PL_GLOBAL_SEED")
-        self._seed = (int(seed) if seed else torch.initial_seed()) & _MASK
+        self.seed = (int(seed) if seed else torch.initial_seed()) & _MASK
         self._seeds: dict[str, SampleSeeds] = {}
 
     def of(self, place: str) -> SampleSeeds:
         """Return those of the loader at `place`."""
-        return self._seeds.setdefault(place, SampleSeeds(seed=self._seed, name=place))
+        return self._seeds.setdefault(place, SampleSeeds(seed=self.seed, name=place))
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
         """Take the run's seed, and the counts, from the loaders' states by place."""
         for place, state in states.items():
             if "per_sample" in state:
-                self._seed = state["per_sample"]["seed"]
+                self.seed = state["per_sample"]["seed"]
                 self.of(place).load_state_dict(state["per_sample"])
         for seeds in self._seeds.values():
-            seeds.seed = self._seed
+            seeds.seed = self.seed
 
 
 class PerSampleDataset:
@@ -192,7 +197,7 @@ class PerSampleDataset:
     def _take(self, batch: SeededIndices) -> Any:
         if not self._is_batched:
             return self._sample(batch, batch.place, batch.indices)
-        return [self._sample(batch, batch.place + i, index) for i, index in enumerate(batch.indices)]
+        return [self._sample(batch, batch.place + i * batch.step, index) for i, index in enumerate(batch.indices)]
 
     def _sample(self, batch: SeededIndices, place: int, index: Any) -> Any:
         assert self._held is not None

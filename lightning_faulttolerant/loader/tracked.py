@@ -20,18 +20,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import default_sigchld
+from lightning_faulttolerant.loader.dealt import Deal
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
-from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration
+from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
+from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
-from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, unpack_worker_state
+from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
@@ -142,6 +144,11 @@ class TrackedLoader:
         forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
         return tracked
+
+    @property
+    def deal(self) -> Deal | None:
+        """How the rest of an epoch that others began comes to this rank, until it is begun."""
+        return self._plan[0].deal if self._plan is not None else None
 
     @property
     def num_handed_out(self) -> int:
@@ -295,8 +302,9 @@ class TrackedLoader:
             rounds = (consumed - record.first_batch) // self.num_workers
             drop = (consumed - record.first_batch) % self.num_workers
             counts = [before + rounds for before in iteration.fetched_before]
-        workers = None if counts is None or _starts_fresh(iteration, counts) else _worker_states(iteration, counts)
+        workers = None if counts is None or starts_fresh(iteration, counts) else worker_states(iteration, counts)
         state = {"consumed": consumed, "drop": drop, "record": record_state(record), "workers": workers}
+        state["num_workers"] = self.num_workers
         if self._dataset is not None:
             state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
@@ -310,9 +318,9 @@ class TrackedLoader:
             return self._seeded.state_dict()
         workers = None
         if iteration is not None and self.num_workers and self._has_living_workers:
-            workers = _worker_states(iteration, self._fetched())
+            workers = worker_states(iteration, self._fetched())
         kept = record_state(self.index_side.record) if workers is not None else None
-        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers}
+        state = {"consumed": None, "drop": 0, "record": kept, "workers": workers, "num_workers": self.num_workers}
         if self._dataset is not None:
             state["dataset"] = state_of(self._dataset)
         if self.iterable is not None:
@@ -324,16 +332,22 @@ class TrackedLoader:
         """Let the next iteration go on from a position of `state_dict`."""
         if self._seeded is not None:
             self._seeded.load_state_dict(state_dict)
+        had_workers = state_dict.get("num_workers", self.num_workers)
+        if had_workers != self.num_workers and self.iterable is None:
+            state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
-        if record is None:
+        if record is None and DEAL not in state_dict:
             return
         if self.loader.persistent_workers:
-            self._forget_iterator()
+            vars(self.loader)["_iterator"] = None
+        if DEAL in state_dict:
+            self._plan = (planned(state_dict[DEAL], self.index_side, self.loader), None, 0)
+            return
         if consumed is None:
             self._plan = (birth_plan(record), workers, 0)
             return
@@ -341,11 +355,8 @@ class TrackedLoader:
             self._plan = (self._seeded.plan(record, consumed), None, 0)
             return
         drop = state_dict["drop"]
-        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers)
+        plan = plan_from_state(record, consumed - drop, draws_again=not self.num_workers and not had_workers)
         self._plan = (plan, workers, drop)
-
-    def _forget_iterator(self) -> None:
-        vars(self.loader)["_iterator"] = None
 
     def release_workers(self) -> None:
         """Let the workers follow a termination again: nobody needs them any more."""
@@ -372,21 +383,3 @@ class TrackedLoader:
                 if worker.is_alive() and worker.pid is not None:
                     os.kill(worker.pid, signal.SIGKILL)
                     worker.join(timeout_seconds)
-
-
-def _starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
-    # Workers that have done nothing yet are made again from the same random states, and seed themselves alike.
-    return not any(counts) and iteration.resumed_states is None
-
-
-def _worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    assert iteration.ring is not None
-    if not any(counts) and iteration.resumed_states is not None:
-        return iteration.resumed_states
-    try:
-        return [unpack_worker_state(iteration.ring.get(worker, count)) for worker, count in enumerate(counts)]
-    except LookupError as error:
-        raise NotExactError(
-            f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-            " samples could not go on exactly."
-        ) from error

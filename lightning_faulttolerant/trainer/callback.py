@@ -46,9 +46,12 @@ class FaultTolerance(Callback):
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
         auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
+        elastic: Whether a run may go on with another number of ranks or of workers although their random generators
+            can't be carried over: new ones begin with states of their own, and the report says so. With
+            ``worker_rng="per_sample"`` it may without.
         worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.
             ``per_sample``: the generators are seeded before each sample, so that the number of workers may change from
-            run to run and every batch stays the same.
+            run to run and every batch stays the same; also the number of ranks, and every sample does.
 
     Raises:
         ValueError: If an argument is out of its range, or two contradict each other.
@@ -75,6 +78,7 @@ class FaultTolerance(Callback):
         save_on_exception: bool = True,
         auto_resume: bool = True,
         strict: bool = True,
+        elastic: bool = False,
         worker_rng: str = "capture",
     ) -> None:
         self._options = Options(
@@ -91,6 +95,7 @@ class FaultTolerance(Callback):
             save_on_exception=save_on_exception,
             auto_resume=auto_resume,
             strict=strict,
+            elastic=elastic,
             worker_rng=worker_rng,
         )
         self._options.script.num_callbacks += 1

@@ -214,6 +214,8 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "num_training_batches": trainer.num_training_batches,
+        "val_check_batch": getattr(trainer, "val_check_batch", None),
         "validation_is_set_up": compat.validation_is_set_up(trainer),
         "reload_epochs": compat.reload_epochs(trainer),
         "seen_validation_batches": compat.seen_validation_batches(trainer),

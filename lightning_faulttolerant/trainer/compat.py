@@ -245,6 +245,18 @@ def num_completed(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
+def num_begun_in_all(trainer: Trainer) -> int:
+    """Return how many training batches of all epochs were begun."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def set_num_batches_done(trainer: Trainer, number: int) -> None:
+    """Let so many batches of the epoch be done; one that is still to be closed stays so."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    shift = number - current.ready
+    current.increment_by(shift)
+
+
 def fetches_at_the_boundary(trainer: Trainer) -> bool:
     """Return whether a fetch is the one of the boundary before it, neither ahead of it nor inside a step."""
     return not fetches_ahead(trainer) and not step_fetches(trainer)

@@ -25,6 +25,7 @@ from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
 _FIRST_ITEMS = 16
+_OF_ONE_PASS = ("RandomSampler", "SequentialSampler", "DistributedSampler")
 
 
 class Fingerprint:
@@ -99,6 +100,28 @@ def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
     # torch adds this default when it loads a state.
     defaults = {"differentiable": False, **{name: _plain(value) for name, value in optimizer.defaults.items()}}
     return {"class": type(optimizer).__qualname__, **defaults}
+
+
+def as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved `trainer_fingerprint` with what may differ in a run with another number of ranks as it is now."""
+    return {**saved, **{name: now[name] for name in ("world_size", "accumulate_grad_batches")}}
+
+
+def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_resized: bool) -> dict[str, Any]:
+    """Return a saved `loader_fingerprint` with what goes on all the same as it is now.
+
+    Args:
+        saved: The saved one.
+        now: That of the loader now.
+        is_resized: Whether there is another number of ranks; else it may be another number of workers.
+    """
+    names = ["num_workers", "persistent_workers"]
+    if is_resized:
+        names.append("batch_size")
+        samplers = [str(fingerprint.get("sampler")).rpartition(" over ")[2] for fingerprint in (saved, now)]
+        if all(name in _OF_ONE_PASS for name in samplers) and set(samplers) != set(_OF_ONE_PASS[:2]):
+            names.append("sampler")
+    return {**saved, **{name: now[name] for name in names if name in saved and name in now}}
 
 
 def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:

@@ -32,6 +32,7 @@ class Options:
     save_on_exception: bool
     auto_resume: bool
     strict: bool
+    elastic: bool = False
     worker_rng: str = "capture"
     async_save: bool = False
     deadline: float | None = None

@@ -72,6 +72,7 @@ class Restoring:
                 return
             self._has_started = True
             choice = self._choice = self._beginning.choose(checkpoint_path)
+            self._loaders.share_seeds(self._beginning.ranks)
             load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
             if choice.checkpoint is None:
                 load()
@@ -90,7 +91,7 @@ class Restoring:
             self._fingerprint,
             self._files,
             rank=self._beginning.ranks.rank,
-            strict=self._options.strict,
+            options=self._options,
             nearest=self._choice.sets_aside,
         )
         self._beginning.set_aside()

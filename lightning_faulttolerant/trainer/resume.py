@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
+from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
@@ -21,9 +23,17 @@ from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.fingerprint import Fingerprint, differences, mismatch
+from lightning_faulttolerant.trainer.fingerprint import (
+    Fingerprint,
+    as_carried_over,
+    differences,
+    loader_as_carried_over,
+    mismatch,
+)
+from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
+from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -45,11 +55,11 @@ class Resume:
         fingerprint: What this run is.
         files: What it has written beside its autosaves.
         rank: Which of the states in it is this process's.
-        strict: Whether what can't be restored exactly is an error.
+        options: What is an error.
         nearest: The newest autosave of this run, to name where this checkpoint won't do.
 
     Raises:
-        NotExactError: If `strict`, and the checkpoint is not of this run or can't be resumed exactly.
+        NotExactError: If it is to be strict, and the checkpoint is not of this run or can't be resumed exactly.
     """
 
     def __init__(
@@ -61,7 +71,7 @@ class Resume:
         files: RunFiles,
         *,
         rank: int,
-        strict: bool,
+        options: Options,
         nearest: str | None = None,
     ) -> None:
         self._trainer = trainer
@@ -70,7 +80,9 @@ class Resume:
         self._fingerprint = fingerprint
         self._files = files
         self._rank = rank
-        self._strict = strict
+        self._strict = options.strict
+        self._options = options
+        self._resized: Resized | None = None
         self._nearest = nearest
         self._began = time.monotonic()
         self._not_exact: list[str] = []
@@ -108,16 +120,60 @@ class Resume:
             self.position = None
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
-        self._state = state_of(part, self._rank, checkpoint)
+        if part["world_size"] == self._trainer.world_size:
+            self._state = state_of(part, self._rank, checkpoint)
+        else:
+            self._redistribute(part, checkpoint)
         if "metrics" in self._state:  # before Lightning loads the weights: metrics may be in the state_dict
             grow_trackers(self._trainer.lightning_module, self._state["metrics"])
         self._part = {name: value for name, value in part.items() if name != "ranks"}
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.goes_on = "loaders" in self._state
-        self._not_exact += [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
-        if self._not_exact and self._strict:
-            raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(self._not_exact)}.")
+        lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
+        self._not_exact += lacking
+        if lacking and self._strict:
+            raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
+
+    def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+        """Make the state of this rank of those of another number of ranks."""
+        assert self.position is not None
+        self._resized = Resized(
+            self._trainer,
+            [state_of(part, rank, checkpoint) for rank in range(len(part["ranks"]))],
+            self.position,
+            part["fingerprint"],
+            rank=self._rank,
+            is_per_sample=self._options.worker_rng == "per_sample",
+        )
+        self._state = self._resized.state
+        self._take_lost(self._resized)
+
+    def _take_lost(self, resized: Resized) -> None:
+        lost, resized.lost = resized.lost, []
+        if lost and self._strict and not self._options.elastic:
+            raise NotExactError(
+                f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
+                + "\n".join(f"  - {line}" for line in lost)
+                + "\nThe run would not be the uninterrupted one. Start with as many ranks as before, or pass"
+                " FaultTolerance(elastic=True) to go on without."
+            )
+        self._not_exact += lost
+        told, resized.told = resized.told, []
+        self._not_exact += told
+
+    def fit_in(self) -> None:
+        """Put the epoch in progress to where it is for as many ranks as there are now; to be called with it set up."""
+        if self._resized is not None:
+            self.position = self._resized.fit_in(self._loaders)
+            self._take_lost(self._resized)
+            self._state = self._resized.state
+
+    def as_due(self) -> AbstractContextManager[None]:
+        """Let the loop do meanwhile what was due where the checkpoint was taken."""
+        if self._resized is None or self.position is None:
+            return nullcontext()
+        return self._resized.as_due(self.position.where)
 
     def prepare(self, checkpoint: dict[str, Any]) -> None:
         """Put what Lightning restores from to the place where the run goes on."""
@@ -149,8 +205,11 @@ class Resume:
             compat.put_checkpoint_path(self._trainer, self._origin)
         restore_best_models(self._trainer, self._callback_states)
         saved = self._part["fingerprint"]
-        self._compare(saved, self._fingerprint.settings(), ("optimizers", "trainer"))
-        self._loaders.expect(lambda place, now: self._compare(saved["loaders"], {place: now}, (place,)))
+        settings = self._fingerprint.settings()
+        if self._resized is not None:
+            saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
+        self._compare(saved, settings, ("optimizers", "trainer"))
+        self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._state.get("loaders", {}))
         if "files" in self._state:
             self._files.resume_checkpoints(self._state["files"], self._path)
@@ -159,6 +218,17 @@ class Resume:
         elif "trainer" in self._state:
             # An EarlyStopping that had ended the fit must not let it go on.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
+
+    def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
+        tracker = self._loaders.trackers.get(place)
+        goes_on = isinstance(tracker, TrackedLoader) and tracker.iterable is None
+        if saved is not None and goes_on and (self._resized is not None or self._options.elastic):
+            carried = loader_as_carried_over(saved, now, is_resized=self._resized is not None)
+            lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]
+            if self._resized is None:
+                self._not_exact += [f"{line}: the workers' random generators are not carried over" for line in lines]
+            saved = carried
+        self._compare({} if saved is None else {place: saved}, {place: now}, (place,))
 
     def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
         lines = [line for name in names if name in saved for line in differences(saved[name], now.get(name), name)]
@@ -207,7 +277,9 @@ class Resume:
         ended = why_ended(self._trainer)
         if ended is not None:
             self._fails(f"{self._path} is of a fit that {ended}, so it can't be trained any further")
-        if position is not None and 0 < position.batch < self._trainer.num_training_batches:
+        num_batches = self._trainer.num_training_batches
+        is_inside = position is not None and 0 < position.batch < num_batches
+        if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):
             self._fails(
                 f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."
                 " Its epoch was closed there, so the rest of it can't be trained any more"

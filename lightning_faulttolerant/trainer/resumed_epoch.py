@@ -55,7 +55,10 @@ class ResumedEpoch:
 
     def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
         """Stand in for the epoch loop's ``on_run_start``, and do what is owed before the next batch."""
-        trainer, loaders, state = self._trainer, self._loaders, self._resume.loaders_state
+        trainer, loaders = self._trainer, self._loaders
+        if self._where != EPOCH_START or self._resume.loaders_state.get("combined") is not None:
+            self._resume.fit_in()
+        state = self._resume.loaders_state
         loaders.load_own(state.get("own", {}))
         if self._where == EPOCH_START and state.get("combined") is None:
             loaders.holds_back = False
@@ -73,7 +76,8 @@ class ResumedEpoch:
         compat.load_fetcher(trainer, state.get("combined"))
         self._resume.restore(run_state)
         compat.set_not_restarting(trainer)
-        self._finish()
+        with self._resume.as_due():
+            self._finish()
 
     def _finish(self) -> None:
         trainer = self._trainer

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.dealt import Deal, Share
 from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
@@ -28,26 +25,15 @@ from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_posi
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
+from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.ranks.group import Ranks
+from lightning_faulttolerant.trainer.worker_init import default_worker_init
 
 _log = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mark:
-    """Where the training loaders were right before a batch was fetched, and the random states of that instant.
-
-    ``iterations`` are each tracker's own iteration, and how many batches of it had come out.
-    """
-
-    iterations: Mapping[str, tuple[Any, int]]
-    combined: Mapping[str, Any] | None
-    rng: Mapping[str, bytes]
-    held: Mapping[str, Mapping[str, bytes]]
-    own: Mapping[str, Any]
 
 
 class Loaders:
@@ -194,9 +180,11 @@ class Loaders:
         if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # given again when loaders are reloaded
             return known, known.loader
         seeds = self._seeds_of(place, loader)
-        tracker = TrackedLoader(loader, default_worker_init=_default_worker_init(self._trainer), seeds=seeds)
+        tracker = TrackedLoader(loader, default_worker_init=default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict
         tracker.index_side.not_exact = self.not_exact
+        tracker.index_side.global_rank = self._trainer.global_rank
+        tracker.index_side.num_ranks = self._trainer.world_size
         tracked = tracker.copy_of(loader)
         if keeps_own_position(loader):
             # A data module may ask the loader that it holds, which is at its beginning all the time.
@@ -340,6 +328,19 @@ class Loaders:
                 missing += [f"{place}: {name}" for name in self.trackers[place].held.load_state_dict(held)]
         return missing
 
+    def share_seeds(self, ranks: Ranks) -> None:
+        """Let the samples of all ranks be seeded from rank 0's seed; a collective."""
+        if self._seeds is not None:
+            self._seeds.seed = ranks.from_first("the seed of samples", self._seeds.seed)
+
+    def deal(self) -> Deal | None:
+        """Return how the rest of an epoch that others began comes to this rank, until it is begun."""
+        return next((t.deal for t in self._training().values() if isinstance(t, TrackedLoader)), None)
+
+    def share(self) -> Share | None:
+        """Return how the samples of the training loader come to the ranks, if that is known."""
+        return next((side.current_share() for side in self._index_sides.values()), None)
+
     def has_workers(self) -> bool:
         """Return whether training batches come from worker processes."""
         return any(t.num_workers for place, t in self.trackers.items() if place.startswith(TRAIN))
@@ -387,13 +388,3 @@ def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states: list[Any] = fit_loop.get("combined_loader", [])
     return states
-
-
-def _default_worker_init(trainer: Trainer) -> Callable[[int], None] | None:
-    """Return what Lightning sets as ``worker_init_fn`` under ``seed_everything(workers=True)``, else ``None``.
-
-    Lightning sets it after ``process_dataloader``, and only where there is none: ours is there by then.
-    """
-    if not int(os.environ.get("PL_SEED_WORKERS", "0")):
-        return None
-    return partial(pl_worker_init_function, rank=trainer.global_rank)

@@ -61,14 +61,37 @@ def metadata_state(item: _ResultMetric) -> dict[str, Any]:
     return {
         "fields": {name: getattr(item.meta, name) for name in fields},
         "reduce_fx": item.meta.reduce_fx.__name__,
-        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only},
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "adopts": _adopts(item.meta)},
         "is_tensor": item.is_tensor,
     }
 
 
+class _AdoptingMetadata(_Metadata):
+    """Arguments of a value that another number of ranks logged: how it is synced is taken from its next ``log``.
+
+    Lightning does not keep whether a sole rank's value was to be synced, and takes a difference for an error.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        if not isinstance(other, _Metadata):
+            return True
+        self.sync = other.sync
+        self.has_adopted = True
+        fields = (f.name for f in dataclasses.fields(_Metadata))
+        return any(getattr(self, name) != getattr(other, name) for name in fields)
+
+    __eq__ = _Metadata.__eq__
+    __hash__ = None  # type: ignore[assignment]  # as that of a dataclass that can be changed
+
+
+def _adopts(meta: _Metadata) -> bool:
+    return isinstance(meta, _AdoptingMetadata) and not getattr(meta, "has_adopted", False)
+
+
 def make_result(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
     """Return a logged value with the arguments of `metadata_state`, and no value yet."""
-    meta = _Metadata(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
+    kind = _AdoptingMetadata if state["sync"].get("adopts") else _Metadata
+    meta = kind(**state["fields"], reduce_fx=getattr(torch, state["reduce_fx"]))
     sync = state["sync"]
     meta.sync = _Sync(fn=trainer.strategy.reduce, _should=sync["should"], rank_zero_only=sync["rank_zero_only"])
     return _ResultMetric(meta, state["is_tensor"])

@@ -1,0 +1,189 @@
+"""The rest of an epoch, dealt in its order to ranks that are not as many as when it began.
+
+The order of an epoch is one permutation of the data set, of which each rank takes every n-th index. So what all ranks
+together have consumed is the beginning of it, however many they were, and the rest is dealt in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalOrder:
+    """The order in which all ranks together consume the samples of one epoch.
+
+    Args:
+        length: How many samples the data set has.
+        shuffles: Whether they are permuted.
+        seed: Of the permutation.
+        generator: The state of the generator that it is drawn from, where that is not one seeded by `seed`.
+    """
+
+    length: int
+    shuffles: bool
+    seed: int = 0
+    generator: bytes = b""
+
+    def indices(self) -> Tensor:
+        """Return the indices, each once."""
+        if not self.shuffles:
+            return torch.arange(self.length)
+        generator = torch.Generator()
+        if self.generator:
+            generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
+        else:
+            generator.manual_seed(self.seed)
+        return torch.randperm(self.length, generator=generator)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """How the samples of an order come to one rank, in batches.
+
+    Args:
+        rank: Which.
+        num_ranks: Of how many.
+        batch_size: How many samples a batch has; ``None`` where indices come one by one.
+        drop_last: Whether a last batch that is not full is left out.
+        cuts: Whether samples that are too few to give each rank one more are left out, rather than filled up from the
+            beginning of the order.
+    """
+
+    rank: int
+    num_ranks: int
+    batch_size: int | None
+    drop_last: bool = False
+    cuts: bool = False
+
+    @property
+    def samples_at_once(self) -> int:
+        """How many samples all ranks consume with one batch each."""
+        return (self.batch_size or 1) * self.num_ranks
+
+    def num_batches(self, num_samples: int) -> int:
+        """Return how many batches of `num_samples` in all come to a rank."""
+        own = num_samples // self.num_ranks if self.cuts else -(-num_samples // self.num_ranks)
+        size = self.batch_size or 1
+        return own // size if self.drop_last else -(-own // size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deal:
+    """What comes to one rank of an epoch whose first samples others have consumed.
+
+    Args:
+        order: The epoch's.
+        begin: How many samples of it were consumed before.
+        end: Where it ends: all of its samples, or fewer where batches are limited.
+        share: This rank's.
+    """
+
+    order: GlobalOrder
+    begin: int
+    end: int
+    share: Share
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches come to each rank."""
+        return self.share.num_batches(self.end - self.begin)
+
+    @property
+    def first_batch(self) -> int:
+        """Which batch of the epoch the first of them is, had these ranks run all of it."""
+        return self.share.num_batches(self.order.length) - self.num_batches
+
+    def consumed_before(self, batch: int) -> int:
+        """Return how many samples all ranks have consumed before batch `batch` of the epoch."""
+        return min(self.end, self.begin + (batch - self.first_batch) * self.share.samples_at_once)
+
+    def batches(self, *, skip: int = 0) -> Iterator[Any]:
+        """Yield the index batches behind the first `skip`."""
+        share, order = self.share, self.order.indices()
+        rest = order[self.begin : self.end]
+        whole, extra = divmod(len(rest), share.num_ranks)
+        if share.cuts:
+            rest = rest[: whole * share.num_ranks]
+        elif extra:
+            num_missing = share.num_ranks - extra
+            filling = order.repeat(-(-num_missing // max(1, len(order))))[:num_missing]
+            rest = torch.cat([rest, filling])
+        own = rest[share.rank :: share.num_ranks][skip * (share.batch_size or 1) :].tolist()
+        if share.batch_size is None:
+            yield from own
+            return
+        for start in range(0, len(own), share.batch_size):
+            batch = own[start : start + share.batch_size]
+            if len(batch) == share.batch_size or not share.drop_last:
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain dicts."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Deal:
+        """Return that of which `state_dict` gave `state`."""
+        order, share = GlobalOrder(**state["order"]), Share(**state["share"])
+        return cls(order=order, begin=state["begin"], end=state["end"], share=share)
+
+
+def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
+    """Return how `sampler`, one of torch's own, comes to its rank; ``None`` where that is not known."""
+    batched = sampler if type(sampler) is BatchSampler else None
+    inner = sampler if batched is None else batched.sampler
+    if type(inner) is DistributedSampler:
+        if (inner.rank, inner.num_replicas) != (rank, num_ranks):
+            return None
+    elif num_ranks > 1 or not _is_one_pass(inner):
+        return None
+    return Share(
+        rank=rank,
+        num_ranks=num_ranks,
+        batch_size=None if batched is None else batched.batch_size,
+        drop_last=batched is not None and batched.drop_last,
+        cuts=type(inner) is DistributedSampler and inner.drop_last,
+    )
+
+
+def _is_one_pass(sampler: Any) -> bool:
+    if type(sampler) is SequentialSampler:
+        return True
+    is_random = type(sampler) is RandomSampler
+    return is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+
+
+def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_generator: bool) -> GlobalOrder:
+    """Return the order of an epoch that `sampler`, for which there is a `share_of`, began.
+
+    Args:
+        sampler: The sampler.
+        epoch: Which epoch it was set to, if it has one.
+        generator: The state of torch's generator, or of the sampler's own, right before it drew.
+        is_own_generator: Whether it is the latter.
+    """
+    inner: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if type(inner) is DistributedSampler:
+        seed = inner.seed + (inner.epoch if epoch is None else epoch)
+        return GlobalOrder(
+            length=len(inner.dataset),  # type: ignore[arg-type]  # it is sized: it asked too
+            shuffles=inner.shuffle,
+            seed=seed,
+        )
+    length = len(inner.data_source)
+    if type(inner) is SequentialSampler:
+        return GlobalOrder(length=length, shuffles=False)
+    if is_own_generator:
+        return GlobalOrder(length=length, shuffles=True, generator=generator)
+    drawn = torch.Generator()
+    drawn.set_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+    # As torch's RandomSampler draws the seed of its own generator.
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn).item())
+    return GlobalOrder(length=length, shuffles=True, seed=seed)

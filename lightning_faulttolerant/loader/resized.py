@@ -1,0 +1,125 @@
+"""A loader that goes on with another number of ranks or of workers than it was saved with.
+
+Its order goes on exactly. The random states of workers are those of workers that are not there any more: new ones begin
+with states of their own. Samples that are seeded one by one have none, and lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
+from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
+from lightning_faulttolerant.loader.index_record import IndexPlan, Moment
+from lightning_faulttolerant.loader.index_side import IndexSide
+from lightning_faulttolerant.state.fresh import fresh_torch_state
+
+DEAL = "deal"
+
+
+def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | None) -> dict[str, Any]:
+    """Return one state for each of any number of ranks from those of all ranks of a training loader.
+
+    Args:
+        states: What `TrackedLoader.state_dict` gave on each rank.
+        num_left: How many batches each rank was to run still; ``None`` where nobody has limited them.
+
+    Raises:
+        NotExactError: If the loader's order does not follow from those states.
+    """
+    first = states[0]
+    if "record" not in first:
+        raise NotExactError("it keeps a position of its own, which is that of one rank")
+    if "iterable" in first:
+        raise NotExactError("an iterable data set says itself, on each rank, which samples come next")
+    if DEAL in first:  # nothing was consumed since another resume
+        return dict(first)
+    if "dataset" in first:
+        raise NotExactError("its data set keeps a state of its own, which is that of one rank")
+    record = first["record"]
+    if first["consumed"] is None or record is None or record["first"] is None:
+        return between(first)
+    if record.get("share") is None or record.get("order") is None:
+        raise NotExactError(
+            "its sampler is none of torch's RandomSampler, SequentialSampler and DistributedSampler in one pass over"
+            " the data set, so that the order of all ranks together is not known"
+        )
+    if len({state["consumed"] for state in states}) > 1:
+        raise NotExactError(f"its ranks have consumed {[state['consumed'] for state in states]} batches, not as many")
+    seeded = {"per_sample": first["per_sample"]} if "per_sample" in first else {}
+    rest = _rest(record, first["consumed"], num_left)
+    return {"consumed": None, "drop": 0, "record": None, "workers": None, **seeded, DEAL: rest}
+
+
+def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None) -> dict[str, Any]:
+    order, share = GlobalOrder(**record["order"]), Share(**record["share"])
+    if record.get(DEAL) is None:
+        deal = Deal(order=order, begin=0, end=order.length, share=share)
+    else:
+        deal = Deal.from_state_dict(record[DEAL])
+    begin, end = deal.consumed_before(consumed), deal.end
+    num_of_loader = deal.first_batch + deal.num_batches - consumed
+    if num_left is not None and num_left < num_of_loader:
+        end = min(end, begin + int(num_left) * share.samples_at_once)
+    return {"order": asdict(order), "begin": begin, "end": end}
+
+
+def between(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state from which any number of ranks begin the next iteration, or the one that nobody has begun."""
+    found = {"consumed": None, "drop": 0, "record": None, "workers": None}
+    if "per_sample" not in state:
+        return found
+    is_in_iteration = state["consumed"] is not None
+    per_sample = state["per_sample"]
+    return {**found, "per_sample": {**per_sample, "num_begun": per_sample["num_begun"] - is_in_iteration}}
+
+
+def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> IndexPlan:
+    """Return the plan to go on from what `state_for_others` gave.
+
+    Raises:
+        NotExactError: If the order can't be dealt to this loader's sampler.
+        FingerprintMismatchError: If it is another data set's.
+    """
+    order = GlobalOrder(**state["order"])
+    share = side.current_share()
+    if share is None:
+        raise NotExactError(
+            f"The epoch in progress was begun by another number of ranks, and a {type(side.own_sampler).__name__} does"
+            f" not say how its samples come to rank {side.global_rank} of {side.num_ranks}. Some would come twice,"
+            " others never. Let Lightning put its own distributed sampler in (use_distributed_sampler=True, no sampler"
+            " of your own), or go on with as many ranks as before."
+        )
+    now = len(loader.dataset)  # type: ignore[arg-type]  # torch's samplers need its length
+    if now != order.length:
+        raise FingerprintMismatchError(
+            f"The epoch in progress has {order.length} samples, and the data set now {now}. Its rest can't be dealt. Go"
+            " on with the same data."
+        )
+    deal = Deal(order=order, begin=state["begin"], end=state["end"], share=share)
+    moment = fresh_moment(order, deal.begin, side.global_rank, side.num_ranks, loader=loader)
+    first = deal.first_batch
+    return IndexPlan(birth=moment, start=moment, first=moment, position=first, handed_out=first, deal=deal)
+
+
+def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return a state of which the workers are as many as those of `loader`, none of them with a state to go on from."""
+    side.has_other_workers = True
+    state = {**state, "num_workers": loader.num_workers}
+    if state["consumed"] is None or state["record"] is None:
+        return {**state, "record": None, "workers": None}
+    moment = fresh_moment(
+        state["record"]["first"], state["consumed"], side.global_rank, loader.num_workers, loader=loader
+    )
+    return {**state, "record": {**state["record"], "birth": moment.state_dict()}, "drop": 0, "workers": None}
+
+
+def fresh_moment(*names: object, loader: DataLoader[Any]) -> Moment:
+    """Return random states in which new workers are made that are to draw nothing that others have drawn."""
+    own = loader.generator is not None and loader.generator.device.type == "cpu"
+    held = {"generator": b"torch:cpu\n" + fresh_torch_state(*names, "own")} if own else {}
+    return Moment(rng={"torch": fresh_torch_state(*names)}, held=held, sampler_epochs=[])

@@ -1,0 +1,67 @@
+"""Random generators for those that a saved run did not have: states of their own, the same at each resume.
+
+They follow from a saved state and from who asks, so that two ranks, or two workers, never draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.state import packing
+from lightning_faulttolerant.state.generators import make_generator, pack_generator
+
+
+def fresh_rng_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
+    """Return global generators' states that follow from those of `source` and from `names`."""
+    seed = _seed("".join(sorted(source)).encode() + b"".join(source[name] for name in sorted(source)), *names)
+    return {name: _fresh_global(name, blob, seed) for name, blob in source.items()}
+
+
+def fresh_torch_state(*names: object) -> bytes:
+    """Return a state of a torch generator on the CPU that follows from `names` alone."""
+    return packing.pack_torch(torch.Generator().manual_seed(_seed(b"", *names)).get_state())
+
+
+def fresh_held_state(source: Mapping[str, bytes], *names: object) -> dict[str, bytes]:
+    """Return the states of generators that objects hold, by path, likewise."""
+    return {path: _fresh_held(blob, _seed(blob, path, *names)) for path, blob in source.items()}
+
+
+def _seed(source: bytes, *names: object) -> int:
+    digest = hashlib.blake2b(source + repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _fresh_global(name: str, blob: bytes, seed: int) -> bytes:
+    if name == "python":
+        return packing.pack_random(random.Random(seed).getstate())
+    if name == "numpy":
+        return _fresh_numpy(blob, seed)
+    device = "cpu" if name == "torch" else name
+    return packing.pack_torch(torch.Generator(device=device).manual_seed(seed).get_state())
+
+
+def _fresh_numpy(blob: bytes, seed: int) -> bytes:
+    import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
+
+    saved = packing.unpack_numpy(blob)
+    bits = getattr(np.random, saved["bit_generator"])(seed)
+    more = {"has_gauss": 0, "gauss": 0.0} if "has_gauss" in saved else {}
+    return packing.pack_numpy({**bits.state, **more})
+
+
+def _fresh_held(blob: bytes, seed: int) -> bytes:
+    generator: Any = make_generator(blob)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        tag, _, state = blob.partition(b"\n")
+        return tag + b"\n" + _fresh_numpy(state, seed)
+    return pack_generator(generator)

@@ -1,0 +1,278 @@
+"""A run that goes on with another number of ranks: what each of them gets of the states of those that saved.
+
+The order of the epoch in progress goes on exactly, and what all ranks have together (metrics, logged values, gradients)
+is merged. Random generators belong to ranks: what they would have drawn is lost with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from sys import maxsize
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.resized import DEAL, between, state_for_others
+from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state
+from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.logged.merge import merged_results
+from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
+from lightning_faulttolerant.trainer.ranks.window import Window
+from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
+
+State = Mapping[str, Any]
+
+
+class Resized:
+    """The state of one rank of a run that was saved by another number of ranks.
+
+    Args:
+        trainer: Whose run goes on.
+        states: Those of all ranks that saved.
+        position: Where they were.
+        fingerprint: What the run was.
+        rank: Which rank this is.
+        is_per_sample: Whether samples are seeded one by one.
+
+    Raises:
+        NotExactError: If the samples that are left can't be told, whatever is allowed.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        states: Sequence[State],
+        position: Position,
+        fingerprint: State,
+        *,
+        rank: int,
+        is_per_sample: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._states = states
+        self._position = position
+        self._accumulated: int = states[0]["trainer"]["accumulate_grad_batches"]
+        self._num_batches: float = states[0]["trainer"].get("num_training_batches", float("inf"))
+        self.ranks = f"{_ranks(len(states))} when it was saved, {_ranks(trainer.world_size)} now"
+        self.lost: list[str] = []
+        """What can't be carried over."""
+        self.told: list[str] = []
+        """What is not as in the uninterrupted run, though nothing of it is lost."""
+        self._window: Window | None = None
+        self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
+
+    def _redistributed(self, fingerprint: State, rank: int, *, is_per_sample: bool) -> dict[str, Any]:
+        first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
+        module: LightningModule = self._trainer.lightning_module
+        loaders = self._loaders(rank)
+        metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank, num_ranks=num_ranks)
+        self.lost += lost
+        self._tell_rng(is_per_sample=is_per_sample)
+        results = merged_results([s["results"] for s in states], rank=rank, num_ranks=num_ranks)
+        held = [{f"{kind}/{p}": s for kind, p, s in _flat(state["held"])} for state in states]
+        saved_accumulation = fingerprint["trainer"]["accumulate_grad_batches"]
+        if saved_accumulation != self._trainer.accumulate_grad_batches:
+            first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": self._accumulation_now()}}
+        self._buffers_differ()
+        return {
+            **{name: part for name, part in first.items() if name in _OF_RANK_0},
+            "rng": _own_or_fresh([s["rng"] for s in states], rank, fresh_rng_state),
+            "held": _nested(_own_or_fresh(held, rank, fresh_held_state)),
+            "loaders": loaders,
+            "gradients": self._gradients(),
+            "metrics": metrics,
+            "results": results,
+        }
+
+    def _accumulation_now(self) -> int:
+        return self._trainer.accumulate_grad_batches
+
+    def _tell_rng(self, *, is_per_sample: bool) -> None:
+        reason = "sums over ranks are made in another order, so that the last bits of their values differ"
+        self.told.append(f"{self.ranks}: {reason}")
+        if is_per_sample:
+            self.told.append(
+                "random draws of the training itself, such as dropout, are those of other ranks than in the"
+                " uninterrupted run: a rank that was not there draws from states of its own"
+            )
+            return
+        self.lost.append(
+            "random generators of the ranks and of their workers, which give the augmentation of samples and dropout:"
+            ' ranks that were not there draw from states of their own. With worker_rng="per_sample" the augmentation of'
+            " a sample is the same for any number of ranks"
+        )
+
+    def _buffers_differ(self) -> None:
+        first = self._states[0].get("buffers", {})
+        others = [state.get("buffers", {}) for state in self._states[1:]]
+        names = [n for n in first if any(n in o and not torch.equal(first[n].cpu(), o[n].cpu()) for o in others)]
+        if names:
+            self.told.append(f"buffers that are not in the state_dict are those of rank 0: {', '.join(names)}")
+
+    def _loaders(self, rank: int) -> dict[str, Any]:
+        first = self._states[0]["loaders"]
+        reasons = [f"{place} could not be followed when it was saved" for place in first["left"]]
+        reasons += [f"{place} keeps a state of its own" for place in first["own"]]
+        training = [place for place in first["places"] if place.startswith(TRAIN)]
+        is_begun = any(first["places"][place].get("consumed") or DEAL in first["places"][place] for place in training)
+        if is_begun and len(training) > 1:
+            reasons.append(f"there are {len(training)} training loaders, each with an order of its own")
+        if first["ahead"] is not None:
+            reasons.append(f"{training[0]} has no length: a batch of it was fetched ahead")
+        places = {}
+        num_left = self._num_batches - self._position.batch
+        for place, state in first["places"].items():
+            states = [other["loaders"]["places"][place] for other in self._states]
+            try:
+                if place in training:
+                    places[place] = state_for_others(states, num_left=num_left)
+                elif "record" not in state or "iterable" in state:
+                    reasons.append(f"{place} is iterable or keeps a position of its own")
+                else:
+                    places[place] = between(state)
+            except NotExactError as error:
+                reasons.append(f"{place}: {error}")
+        if reasons:
+            raise NotExactError(
+                f"The checkpoint can't go on with another number of ranks ({self.ranks}): {'; '.join(reasons)}. Some"
+                " samples would come twice, others never. Start with as many ranks as before."
+            )
+        return {**first, "places": places}
+
+    def _gradients(self) -> dict[str, Any]:
+        merged = merged_gradients([state["gradients"] for state in self._states])
+        if not merged:
+            return {}
+        places = self._states[0]["loaders"]["places"]
+        records = [state["record"] for place, state in places.items() if place.startswith(TRAIN)]
+        share = records[0].get("share") if records and records[0] is not None else None
+        self._window = Window.of(share, num_batches=self._position.batch, accumulated=self._accumulated)
+        return merged
+
+    @property
+    def was_inside_an_epoch(self) -> bool:
+        """Whether the saved run had more batches of its epoch before it."""
+        return 0 < self._position.batch < self._num_batches
+
+    def fit_in(self, loaders: Loaders) -> Position:
+        """Put Lightning's counters to the batch that comes next, had these ranks run all of the epoch.
+
+        To be called when the loaders are set up and nothing is fetched yet.
+
+        Returns:
+            That place.
+
+        Raises:
+            NotExactError: If the rest of the epoch gives no batch, or more than an epoch may have.
+        """
+        trainer, position = self._trainer, self._position
+        now = trainer.num_training_batches
+        deal = loaders.deal()
+        if deal is not None and deal.num_batches == 0 and deal.begin < deal.end:
+            raise NotExactError(
+                f"{deal.end - deal.begin} samples of the epoch are left, too few for a batch on each rank, and"
+                " drop_last leaves them out: the epoch would end without what is due behind its last batch. Go on with"
+                " as many ranks as before."
+            )
+        if compat.step_fetches(trainer) and position.batch:
+            raise NotExactError(
+                "training_step takes the dataloader_iter and fetches by itself, so that the batches of the epoch can't"
+                " be counted for another number of ranks. Go on with as many ranks as before."
+            )
+        num_left = 0 if position.where == EPOCH_END else now if deal is None else deal.num_batches
+        if num_left > now:
+            raise NotExactError(
+                f"{num_left} batches of the epoch are left, and limit_train_batches={trainer.limit_train_batches!r}"
+                f" ends an epoch behind {now}: it counts the batches of one rank. Go on with as many ranks as before,"
+                " or pass a share of the epoch, such as 0.5."
+            )
+        done = int(now - num_left)
+        compat.set_num_batches_done(trainer, done)
+        combined = self.state["loaders"]["combined"]
+        if combined is not None:
+            own = {"index": done, "fetched": done, "batch_index": done}
+            self.state["loaders"] = {**self.state["loaders"], "combined": {**combined, **own}}
+        self._fit_gradients(loaders, done)
+        self._fit_step(done, now)
+        return replace(position, batch=done)
+
+    def _fit_step(self, done: int, now: float) -> None:
+        """Say so where a batch that is still to be closed ended a window for the ranks that saved, or only for us."""
+        batch = self._position.batch
+        had_stepped = batch % self._accumulated == 0 or batch == self._num_batches
+        steps = done % self._state_accumulation() == 0 or done == now
+        if self._position.where in (BATCH_END, VALIDATION, VALIDATION_END) and had_stepped != steps:
+            self.lost.append(
+                "the loggers' step, and schedulers that wait for a value: the batch in whose hook the checkpoint was"
+                f" taken {'ended' if had_stepped else 'did not end'} an accumulation window, and for these ranks it"
+                f" {'ends one' if steps else 'does not'}"
+            )
+
+    def _fit_gradients(self, loaders: Loaders, done: int) -> None:
+        if self._window is None:
+            return
+        scale, line = self._window.scale(
+            share=loaders.share(), num_batches=done, accumulated=self._state_accumulation()
+        )
+        self.state["gradients"] = {name: gradient * scale for name, gradient in self.state["gradients"].items()}
+        if line:
+            self.lost.append(line)
+
+    def _state_accumulation(self) -> int:
+        number: int = self.state["trainer"]["accumulate_grad_batches"]
+        return number
+
+    @contextmanager
+    def as_due(self, where: str) -> Iterator[None]:
+        """Let the loop do meanwhile what was due behind the checkpoint's batch, as the ranks that saved counted."""
+        trainer = self._trainer
+        kept = trainer.val_check_batch
+        saved = self._states[0]["trainer"].get("val_check_batch")
+        if where in (BATCH_END, VALIDATION) and kept is not None and saved not in (None, float("inf")):
+            is_total = trainer.check_val_every_n_epoch is None
+            batch = compat.num_begun_in_all(trainer) if is_total else self._position.batch
+            trainer.val_check_batch = 1 if where == VALIDATION or batch % int(saved) == 0 else maxsize
+        try:
+            yield
+        finally:
+            trainer.val_check_batch = kept
+
+
+_OF_RANK_0 = ("buffers", "flags", "callbacks", "trainer", "files")
+
+
+def _ranks(number: int) -> str:
+    return "one rank" if number == 1 else f"{number} ranks"
+
+
+def _own_or_fresh(states: Sequence[Mapping[str, bytes]], rank: int, fresh: Any) -> dict[str, bytes]:
+    """Return the state of the rank of this number, or one that no rank has had, unless all had the same."""
+    if rank < len(states):
+        return dict(states[rank])
+    if len(states) > 1 and all(state == states[0] for state in states):
+        return dict(states[0])
+    found: dict[str, bytes] = fresh(states[0], "rank", rank)
+    return found
+
+
+def _flat(held: State) -> Iterator[tuple[str, str, bytes]]:
+    yield from (("objects", path, state) for path, state in held["objects"].items())
+    for place, states in held["loaders"].items():
+        yield from ((f"loaders/{place}", path, state) for path, state in states.items())
+
+
+def _nested(flat: Mapping[str, bytes]) -> dict[str, Any]:
+    held: dict[str, Any] = {"objects": {}, "loaders": {}}
+    for name, state in flat.items():
+        kind, _, rest = name.partition("/")
+        if kind == "objects":
+            held["objects"][rest] = state
+        else:
+            stage, index, path = rest.split("/", 2)
+            held["loaders"].setdefault(f"{stage}/{index}", {})[path] = state
+    return held

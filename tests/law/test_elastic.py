@@ -1,0 +1,225 @@
+"""A run goes on with another number of ranks: each sample once, and an epoch comes to what all of its samples give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import WeightedRandomSampler
+
+from tests.law.elastic_runs import Entries, Leg, Plan, consumed, run
+
+PER_SAMPLE = Plan(options={"worker_rng": "per_sample"})
+
+
+def assert_every_sample_once(done: list[Entries], expected: list[int], *, epoch: int, num_ranks: int) -> None:
+    """Assert that the legs consumed all samples in their order, and of the first ones some again as padding."""
+    found, length = consumed(done, epoch), len(set(expected))
+    assert sorted(expected[:length]) == list(range(length))
+    assert found[:length] == expected[:length]
+    assert found[length:] == expected[: len(found) - length]
+    assert len(found) - length < num_ranks
+
+
+def assert_values_of(done: list[Entries], epoch: int) -> None:
+    """Assert that what was logged and computed at the end of an epoch is that of all samples consumed in it."""
+    values = torch.tensor(consumed(done, epoch), dtype=torch.float64)
+    expected = {"mean": values.mean(), "sum": values.sum(), "max": values.max(), "min": values.min()}
+    for entries in done[-1].ranks:
+        (found,) = [entry for entry in entries if entry["what"] == "values" and entry["epoch"] == epoch]
+        logged, computed = found["values"], found["computed"]
+        for kind, value in expected.items():
+            assert logged[kind] == pytest.approx(value.item(), rel=1e-6), kind
+            if kind != "mean":  # Lightning has reset it
+                assert computed[kind] == pytest.approx(value.item(), rel=1e-6), kind
+        assert logged["metric_mean"] == pytest.approx(expected["mean"].item(), rel=1e-6)
+        assert computed["cat"] == sorted(values.tolist())
+
+
+def test_two_ranks_become_one() -> None:
+    """The epoch in progress is finished by one rank, sample by sample, and its values are those of all samples."""
+    uninterrupted = run(PER_SAMPLE, Leg(num_ranks=2))
+    done = run(PER_SAMPLE, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
+    assert_every_sample_once(done, consumed(uninterrupted, 0), epoch=0, num_ranks=1)
+    assert_values_of(done, 0)
+    assert done[1].of("values")[0]["values"]["unsynced"] == pytest.approx(12.5)
+    assert done[1].of("report")[0]["batch"] == 6
+    assert [entry["batch"] for entry in done[1].of("validation")] == [13, 13]
+    assert any("2 ranks when it was saved, one rank now" in line for line in done[1].of("report")[0]["not_exact"])
+
+
+WAYS: dict[str, list[Leg]] = {
+    "1 to 2": [Leg(num_ranks=1, num_workers=2, kill=(0, 3)), Leg(num_ranks=2, num_workers=3)],
+    "2 to 3": [Leg(num_ranks=2, kill=(1, 2)), Leg(num_ranks=3, num_workers=2)],
+    "3 to 2": [Leg(num_ranks=3, num_workers=2, kill=(0, 1)), Leg(num_ranks=2)],
+    "2 to 3 to 1": [Leg(num_ranks=2, kill=(1, 1)), Leg(num_ranks=3, kill=(1, 2)), Leg(num_ranks=1, num_workers=2)],
+    "1 to 3 to 2": [Leg(num_ranks=1, kill=(0, 2)), Leg(num_ranks=3, num_workers=2, kill=(0, 3)), Leg(num_ranks=2)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_sample_once_in_order(way: str) -> None:
+    """However the numbers of ranks and workers change, epochs have each sample once, and the same augmentation."""
+    legs = WAYS[way]
+    assert legs[0].kill is not None
+    epoch = legs[0].kill[0]
+    uninterrupted = run(PER_SAMPLE, Leg(num_ranks=legs[0].num_ranks))
+    done = run(PER_SAMPLE, *legs)
+    for number in range(2):
+        expected = consumed(uninterrupted if number <= epoch else done[-1:], number)
+        assert_every_sample_once(done, expected, epoch=number, num_ranks=max(leg.num_ranks for leg in legs))
+    assert_values_of(done, epoch)
+    found = [sample for entries in done for sample in entries.samples(epoch)]
+    assert found[:26] == uninterrupted[0].samples(epoch)[:26]
+    if epoch == 0 and legs[-1].num_ranks > 1:
+        fresh = run(PER_SAMPLE, Leg(num_ranks=legs[-1].num_ranks))
+        assert done[-1].samples(1) == fresh[0].samples(1)
+
+
+def losses(done: list[Entries], epoch: int) -> list[float]:
+    """Return the mean loss of all samples of each step."""
+    found = []
+    for entries in done:
+        for batch in entries.batches(epoch):
+            weights = [len(entry["index"]) for entry in batch]
+            found.append(sum(e["loss"] * w for e, w in zip(batch, weights, strict=True)) / sum(weights))
+    return found
+
+
+@pytest.mark.parametrize("way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_equal_global_batch_gives_the_same_losses(way: tuple[int, int], accumulated: int) -> None:
+    """With as many samples in each step as before, losses and weights are those of the uninterrupted run."""
+    plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": accumulated}, length=24)
+    sizes = {1: 4, 2: 2}
+    uninterrupted = run(plan, Leg(num_ranks=way[0], batch_size=sizes[way[0]]))
+    first = Leg(num_ranks=way[0], batch_size=sizes[way[0]], save=(0, 2))
+    done = run(plan, first, Leg(num_ranks=way[1], batch_size=sizes[way[1]]))
+    assert losses(done, 0) == pytest.approx(losses(uninterrupted, 0), rel=1e-5)
+    expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert done[1].of("report")[0]["batch"] == 3
+
+
+@pytest.mark.slow
+def test_accumulation_may_make_up_for_ranks() -> None:
+    """Half as many ranks with twice the accumulation give the same steps, an open window's gradients included."""
+    plan = Plan(options=PER_SAMPLE.options, length=24)
+    uninterrupted = run(plan, Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}))
+    legs = [
+        Leg(num_ranks=2, arguments={"accumulate_grad_batches": 2}, save=(0, 2)),
+        Leg(num_ranks=1, arguments={"accumulate_grad_batches": 4}),
+    ]
+    done = run(plan, *legs)
+    expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    """An open accumulation window that ranks of now would not have is an error, and announced where that is allowed."""
+    plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": 2})
+    first = Leg(num_ranks=2, save=(0, 2))
+    run(plan, first, Leg(num_ranks=1), error="they are of 4 samples, where the windows of these ranks would have 0")
+    done = run(plan, first, Leg(num_ranks=1, options={"elastic": True}))
+    assert any("accumulation window" in line for line in done[1].of("report")[0]["not_exact"])
+
+
+def test_random_generators_are_an_error_unless_allowed() -> None:
+    """With captured states another number of ranks is refused; where it is allowed the report says what is lost."""
+    first = Leg(num_ranks=2, kill=(0, 3), num_workers=0)
+    run(Plan(), first, Leg(num_ranks=1), error="pass FaultTolerance(elastic=True)")
+    done = run(Plan(), first, Leg(num_ranks=1, options={"elastic": True}))
+    assert_every_sample_once(done, consumed(run(Plan(), Leg(num_ranks=2)), 0), epoch=0, num_ranks=1)
+    assert any("random generators of the ranks" in line for line in done[1].of("report")[0]["not_exact"])
+
+
+@pytest.mark.slow
+def test_new_ranks_draw_numbers_of_their_own() -> None:
+    """With captured states no two samples of an epoch get the same noise, on whatever rank, worker or leg."""
+    plan = Plan(options={"elastic": True})
+    for num_workers in (0, 2):
+        legs = [Leg(num_ranks=1, num_workers=num_workers, kill=(0, 3)), Leg(num_ranks=3, num_workers=num_workers)]
+        done = run(plan, *legs)
+        drawn = [tuple(noise) for entries in done for _, noise in entries.samples(0)]
+        rows = torch.linspace(-1, 1, 26 * 4).reshape(26, 4)
+        draws = [tuple((torch.tensor(n) - rows[i]).tolist()) for e in done for i, n in e.samples(0)]
+        assert len({tuple(round(x, 4) for x in draw) for draw in draws}) == len(drawn)
+
+
+@pytest.mark.parametrize("num_workers", [(0, 2), pytest.param((2, 0), marks=pytest.mark.slow)], ids=str)
+def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) -> None:
+    """Another number of workers loses their random states: an error, or announced, and each sample still comes once."""
+    first = Leg(num_ranks=1, num_workers=num_workers[0], kill=(0, 3))
+    run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1]), error="num_workers")
+    done = run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1], options={"elastic": True}))
+    assert_every_sample_once(done, consumed(run(Plan(), Leg(num_ranks=1)), 0), epoch=0, num_ranks=1)
+    assert any("num_workers" in line for line in done[1].of("report")[0]["not_exact"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
+    """Killed again in the epoch that came from other ranks, a run goes on as if it had not been."""
+    first = Leg(num_ranks=2, kill=(0, 2))
+    expected = run(PER_SAMPLE, first, Leg(num_ranks=num_ranks))
+    batch = 6 if num_ranks == 1 else 3
+    done = run(PER_SAMPLE, first, Leg(num_ranks=num_ranks, kill=(0, batch)), Leg(num_ranks=num_ranks))
+    found = [batch for entries in done[1:] for batch in entries.batches(0)]
+    assert found == expected[1].batches(0)
+    assert done[2].batches(1) == expected[1].batches(1)
+    assert done[2].of("report")[0]["not_exact"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [3, 6, "validation", "end"])
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
+def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int | str) -> None:
+    """From a checkpoint behind a batch, in validation or at an epoch's end, each run of validation is run once."""
+    plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 0.5})
+    place = where if isinstance(where, str) else where * 2 // way[0] - 1
+    done = run(plan, Leg(num_ranks=way[0], save=(0, place)), Leg(num_ranks=way[1]))
+    uninterrupted = run(plan, Leg(num_ranks=way[0]))
+    assert_every_sample_once(done, consumed(uninterrupted, 0), epoch=0, num_ranks=1)
+    ran = [[(e["epoch"], e["batch"]) for e in entries.of("validation")] for entries in done]
+    half, last = ([(0, n * batches // 2) for batches in (12 // way[0], 12 // way[1])] for n in (1, 2))
+    expected = {
+        3: ([], [half[1], last[1]]),
+        6: ([half[0]], [last[1]]),
+        "validation": ([half[0]], [last[1]]),
+        "end": ([half[0], last[0]], []),
+    }[where]
+    assert ran[0] == expected[0]
+    assert ran[1] == [*expected[1], (1, half[1][1]), (1, last[1][1])]
+
+
+@pytest.mark.slow
+def test_a_finished_fit_trains_on_with_other_ranks() -> None:
+    """A fit that came to its end goes on for another epoch with another number of ranks, from the start of it."""
+    legs = [Leg(num_ranks=2, arguments={"max_epochs": 1}), Leg(num_ranks=3, arguments={"max_epochs": 2})]
+    done = run(PER_SAMPLE, *legs)
+    assert consumed(done[1:], 0) == []
+    assert done[1].samples(1) == run(PER_SAMPLE, Leg(num_ranks=3))[0].samples(1)
+
+
+@pytest.mark.slow
+def test_limited_epochs_end_with_the_same_sample() -> None:
+    """An epoch of which only a share is trained ends for other ranks where it would have ended."""
+    plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"limit_train_batches": 0.5})
+    done = run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1))
+    assert consumed(done, 0) == consumed(run(plan, Leg(num_ranks=2)), 0)
+    counted = Plan(options=PER_SAMPLE.options, length=24, arguments={"limit_train_batches": 3})
+    run(counted, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1), error="it counts the batches of one rank")
+
+
+@pytest.mark.slow
+def test_an_order_that_is_not_known_is_refused() -> None:
+    """A sampler of one's own can't be dealt to other ranks, whatever is allowed."""
+    weights = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 26, 26)}
+    plan = Plan(options={"elastic": True, "strict": False}, arguments={"use_distributed_sampler": False})
+    run(
+        plan,
+        Leg(num_ranks=2, kill=(0, 1), loader=weights),
+        Leg(num_ranks=1, loader=weights),
+        error="its sampler is none",
+    )

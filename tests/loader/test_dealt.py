@@ -1,0 +1,256 @@
+"""An epoch that other ranks go on with: each sample once, in the order of the permutation, whoever consumes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
+
+from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
+from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.resized import state_for_others
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from tests.loader.loops import safe, seed
+
+
+class Noisy(Dataset[Tensor]):
+    """A sample is its index and a random number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), torch.rand(()).item()], dtype=torch.float64)
+
+
+Batches = list[list[list[float]]]
+
+
+class Ranks:
+    """So many ranks of a loop, each with a loader of its own, as Lightning would make it."""
+
+    def __init__(
+        self, num_ranks: int, batch_size: int | None, *, length: int = 22, num_workers: int = 0, **more: Any
+    ) -> None:
+        self.trackers: list[TrackedLoader] = []
+        self.loaders: list[DataLoader[Any]] = []
+        seeds = more.pop("seeds", None)
+        for rank in range(num_ranks):
+            data = Noisy(length)
+            sampler = DistributedSampler(data, num_ranks, rank, seed=5) if num_ranks > 1 else None
+            order: dict[str, Any] = {"shuffle": True} if sampler is None else {"sampler": sampler}
+            loader = DataLoader(data, batch_size=batch_size, num_workers=num_workers, **{**order, **more})
+            tracker = TrackedLoader(loader, seeds=None if seeds is None else SampleSeeds(seed=seeds))
+            tracker.index_side.global_rank, tracker.index_side.num_ranks = rank, num_ranks
+            self.trackers.append(tracker)
+            self.loaders.append(tracker.copy_of(loader))
+
+    def resume(self, states: Sequence[Any], **more: Any) -> None:
+        """Go on from the states of other ranks."""
+        state = safe(state_for_others(states, num_left=more.get("num_left")))
+        for tracker in self.trackers:
+            tracker.load_state_dict(state)
+
+    def run(self, num_batches: int | None = None) -> tuple[Batches, list[Any]]:
+        """Return what the ranks consume together, batch by batch, and their states behind it."""
+        consumed, states = [], []
+        iterators = []
+        for loader in self.loaders:
+            seed(1)  # all ranks have the same, and a sole rank draws its permutation from it
+            iterators.append(iter(loader))
+        k = self.trackers[0].iteration.num_out if self.trackers[0].iteration else 0
+        first = k
+        while num_batches is None or k - first < num_batches:
+            batches = [next(iterator, None) for iterator in iterators]
+            if batches[0] is None:
+                break
+            consumed.append(
+                [sample for batch in zip(*map(_as_batch, batches), strict=True) for sample in _listed(batch)]
+            )
+            k += 1
+        states = [safe(tracker.state_dict(k)) for tracker in self.trackers]
+        return consumed, states
+
+
+def _listed(batches: Sequence[Tensor]) -> list[list[float]]:
+    return [sample.tolist() for sample in batches]
+
+
+def _as_batch(batch: Tensor) -> Tensor:
+    return batch if batch.dim() == 2 else batch[None]
+
+
+def indices(batches: Batches) -> list[int]:
+    """Return the indices alone."""
+    return [int(sample[0]) for batch in batches for sample in batch]
+
+
+def permutation(num_ranks: int, length: int = 22) -> list[int]:
+    """Return the order of an uninterrupted epoch."""
+    return indices(Ranks(num_ranks, 1, length=length).run()[0])[:length]
+
+
+WAYS = [(2, 1), (1, 2), (2, 3), (3, 2), (2, 3, 1), (1, 3, 2)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_every_sample_once_in_order(way: tuple[int, ...], batch_size: int | None) -> None:
+    """However often the number of ranks changes in an epoch, the samples are the permutation, few of them twice."""
+    for num_before in (1, 2, 3):
+        consumed, states = Ranks(way[0], batch_size).run(num_before)
+        for place, num_ranks in enumerate(way[1:], 2):
+            ranks = Ranks(num_ranks, batch_size)
+            ranks.resume(states)
+            more, states = ranks.run(None if place == len(way) else 1)
+            consumed += more
+        expected = permutation(way[0])
+        found = indices(consumed)
+        assert found[: len(expected)] == expected
+        assert len(found) - len(expected) < way[-1]
+        assert found[len(expected) :] == expected[: len(found) - len(expected)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_dealt_epoch_resumes_exactly(num_ranks: int) -> None:
+    """An epoch that came from other ranks is saved and resumed like any other, from each of its batches."""
+    _, states = Ranks(2, 2).run(2)
+    ranks = Ranks(num_ranks, 2)
+    ranks.resume(states)
+    expected, _ = ranks.run()
+    for num_batches in range(len(expected)):
+        before = Ranks(num_ranks, 2)
+        before.resume(states)
+        consumed, own = before.run(num_batches)
+        after = Ranks(num_ranks, 2)
+        for tracker, state in zip(after.trackers, own, strict=True):
+            tracker.load_state_dict(state)
+        assert indices(consumed + after.run()[0]) == indices(expected)
+
+
+@pytest.mark.parametrize("num_workers", [(0, 2), (2, 0)])
+@pytest.mark.parametrize("way", [(2, 1), (1, 2), (2, 3), (2, 1, 2)], ids=str)
+def test_augmentation_stays(way: tuple[int, ...], num_workers: tuple[int, int]) -> None:
+    """Where samples are seeded one by one each is the same as if nobody had gone, whoever takes it."""
+    expected = [s for batch in Ranks(way[0], 2, seeds=3).run()[0] for s in batch]
+    consumed, states = Ranks(way[0], 2, seeds=3, num_workers=num_workers[0]).run(1)
+    for place, num_ranks in enumerate(way[1:], 2):
+        ranks = Ranks(num_ranks, 2, seeds=3, num_workers=num_workers[1])
+        ranks.resume(states)
+        more, states = ranks.run(None if place == len(way) else 2)
+        consumed += more
+    found = [s for batch in consumed for s in batch]
+    assert found[:22] == expected[:22]
+
+
+def test_larger_batches_of_fewer_ranks_are_the_same() -> None:
+    """With as many samples at once as before, the batches of all ranks together are those of the whole epoch."""
+    expected, _ = Ranks(2, 4, seeds=3).run()
+    consumed, states = Ranks(2, 4, seeds=3).run(1)
+    ranks = Ranks(1, 8, seeds=3)
+    ranks.resume(states)
+    more, states = ranks.run()
+    assert consumed + more == [*expected[:2], expected[2][:6]]
+    assert states[0]["consumed"] == len(expected)
+
+
+def test_new_workers_draw_anew() -> None:
+    """New ranks' workers draw nothing that was drawn in this epoch, on no rank, and at each resume the same."""
+    consumed, states = Ranks(1, 2, num_workers=2).run(3)
+    found = []
+    for _ in range(2):
+        ranks = Ranks(2, 2, num_workers=2)
+        ranks.resume(states)
+        found.append(ranks.run()[0])
+    assert found[0] == found[1]
+    draws = [sample[1] for batch in consumed + found[0] for sample in batch]
+    assert len(set(draws)) == len(draws)
+
+
+def test_other_workers_go_on_in_the_order() -> None:
+    """With another number of workers the order goes on, and what the new ones draw was not drawn before."""
+    for before, after in ((2, 0), (0, 3), (2, 3)):
+        expected = permutation(1)
+        consumed, states = Ranks(1, 2, num_workers=before).run(3)
+        ranks = Ranks(1, 2, num_workers=after)
+        ranks.trackers[0].load_state_dict(states[0])
+        more, _ = ranks.run()
+        assert indices(consumed + more) == expected
+        if after:
+            draws = [sample[1] for batch in consumed + more for sample in batch]
+            assert len(set(draws)) == len(draws)
+
+
+@given(
+    length=st.integers(1, 40),
+    begin=st.integers(0, 40),
+    num_ranks=st.integers(1, 5),
+    batch_size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    cuts=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_ranks_shares_are_the_rest(
+    length: int, begin: int, num_ranks: int, batch_size: int, drop_last: bool, cuts: bool
+) -> None:
+    """All ranks have as many batches; together they are the rest, filled up or cut to a round number as it is said."""
+    order = GlobalOrder(length=length, shuffles=True, seed=2)
+    begin = min(begin, length)
+    deals = [
+        Deal(
+            order=order,
+            begin=begin,
+            end=length,
+            share=Share(rank=r, num_ranks=num_ranks, batch_size=batch_size, drop_last=drop_last, cuts=cuts),
+        )
+        for r in range(num_ranks)
+    ]
+    batches = [list(deal.batches()) for deal in deals]
+    assert {len(own) for own in batches} == {deals[0].num_batches}
+    assert deals[0].first_batch >= 0
+    found = [index for batch in zip(*batches, strict=True) for row in zip(*batch, strict=True) for index in row]
+    rest = order.indices().tolist()[begin:]
+    if cuts or drop_last:
+        assert found == rest[: len(found)] or (not cuts and found[: len(rest)] == rest)
+        assert len(rest) - len(found) < num_ranks * batch_size
+    else:
+        assert found[: len(rest)] == rest
+        assert 0 <= len(found) - len(rest) < num_ranks
+    assert [batch for deal in deals for batch in deal.batches(skip=1)] == [b for own in batches for b in own[1:]]
+
+
+def test_limited_batches_end_where_they_would_have() -> None:
+    """Where the number of batches is limited, the new ranks consume what the old ones would have."""
+    expected, _ = Ranks(2, 2).run(3)
+    consumed, states = Ranks(2, 2).run(1)
+    ranks = Ranks(1, 2)
+    ranks.resume(states, num_left=2)
+    assert indices(consumed + ranks.run()[0]) == indices(expected)
+
+
+def test_an_unknown_order_is_refused() -> None:
+    """A sampler of the user's own is refused when it saved, and when it is to go on."""
+    weighted = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 22, 22)}
+    _, states = Ranks(1, 2, **weighted).run(1)
+    with pytest.raises(NotExactError, match="its sampler is none of torch's"):
+        state_for_others(states, num_left=None)
+    _, states = Ranks(2, 2).run(1)
+    with pytest.raises(NotExactError, match="a BatchSampler does not say"):
+        Ranks(1, 2, **weighted).resume(states)
+
+
+def test_other_data_is_refused() -> None:
+    """The rest of an epoch is not dealt to a data set of another length."""
+    _, states = Ranks(2, 2).run(1)
+    with pytest.raises(FingerprintMismatchError, match="22 samples, and the data set now 20"):
+        Ranks(1, 2, length=20).resume(states)

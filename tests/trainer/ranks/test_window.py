@@ -1,0 +1,40 @@
+"""What the gradients of an open accumulation window weigh for another number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from lightning_faulttolerant.loader.dealt import Share
+from lightning_faulttolerant.trainer.ranks.window import Window
+
+
+def share(num_ranks: int, batch_size: int) -> Share:
+    """Return the share of rank 0."""
+    return Share(rank=0, num_ranks=num_ranks, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("now", "num_batches", "accumulated", "scale"),
+    [
+        (share(1, 8), 3, 2, 1.0),  # the same global batch
+        (share(4, 2), 3, 2, 1.0),
+        (share(1, 4), 6, 4, 1.0),  # twice the windows' batches
+        (share(1, 4), 7, 3, 4 / 3),  # a window of 12 samples instead of 16, and 4 of them seen: not 8
+    ],
+)
+def test_each_sample_has_its_share(now: Share, num_batches: int, accumulated: int, scale: float) -> None:
+    """Gradients of 8 samples of a window of 16 weigh as much as 8 samples of a window of now."""
+    window = Window.of(asdict(share(2, 4)), num_batches=3, accumulated=2)
+    assert window == Window(num_samples=8, num_in_window=16)
+    found, line = window.scale(share=now, num_batches=num_batches, accumulated=accumulated)
+    assert found == pytest.approx(scale)
+    fits = num_batches % accumulated * now.samples_at_once == 8
+    assert (line == "") == fits
+
+
+def test_a_window_of_unknown_samples_is_said() -> None:
+    """Where the samples of a batch are not known, that is said."""
+    window = Window.of(None, num_batches=3, accumulated=2)
+    assert "not known" in window.scale(share=share(1, 4), num_batches=6, accumulated=2)[1]
