@@ -13,7 +13,6 @@ from lightning_faulttolerant.checkpoint.channel import Channel
 
 # A save on rank 0 is waited for by all: as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class Ranks(Protocol):
@@ -45,12 +44,6 @@ class Ranks(Protocol):
             RanksLostError: Likewise.
         """
 
-    def new_store(self) -> Any | None:
-        """Return a connection of its own to the fit's key-value store (torch's ``Store``): for one thread each.
-
-        It is no collective: any rank may ask at any time. ``None`` where there is only one rank.
-        """
-
     def close(self) -> None:
         """Give the connections back; each rank by itself."""
 
@@ -71,34 +64,17 @@ class Alone:
         """Return the own value."""
         return value
 
-    def new_store(self) -> None:
-        """Return ``None``."""
-
     def close(self) -> None:
         """Do nothing."""
 
 
 @final
 class RankGroup:
-    """Several ranks; made by all of them at the same time, when their process group is there.
+    """Several ranks; made by all of them at the same time, when their process group is there."""
 
-    Args:
-        host: Where rank 0 can be reached by all, for the key-value store.
-    """
-
-    def __init__(self, host: str) -> None:
+    def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._channel = Channel(range(self.num_ranks), _TIMEOUT)
-        # The default group's own store is not public, and what hangs in it hangs us.
-        self._server = self._connect(host, 0, is_master=True) if self.rank == 0 else None
-        port = self.from_first("the port of the store", self._server and self._server.port)
-        self._address = (host, port)
-
-    @staticmethod
-    def _connect(host: str, port: int, *, is_master: bool) -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]  # mypy: torch lists it, under a condition
-            host, port, is_master=is_master, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
 
     def to_first(self, step: str, value: Any) -> list[Any] | None:
         """Tell rank 0; see `Ranks`."""
@@ -108,19 +84,11 @@ class RankGroup:
         """Return rank 0's value; see `Ranks`."""
         return self._channel.from_first(step, value)
 
-    def new_store(self) -> Any:
-        """Return a connection of its own; see `Ranks`."""
-        return self._connect(*self._address, is_master=False)
-
     def close(self) -> None:
         """Give the connections back."""
         self._channel.close()
-        self._server = None
 
 
 def connect(trainer: Trainer) -> Ranks:
     """Connect the ranks of a fit, whose process group is there; all of them at the same time."""
-    if trainer.world_size == 1:
-        return Alone()
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    return RankGroup("127.0.0.1" if environment is None else environment.main_address)
+    return Alone() if trainer.world_size == 1 else RankGroup()

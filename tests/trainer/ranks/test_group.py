@@ -21,14 +21,13 @@ def test_only_rank_tells_itself() -> None:
     alone = Alone()
     assert alone.to_first("step", 1) == [1]
     assert alone.from_first("step", 2) == 2
-    assert alone.new_store() is None
 
 
 def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
     """Rank 0 gets every value in the ranks' order, and its own comes to all."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup("127.0.0.1")
+        ranks = RankGroup()
         told = ranks.to_first("values", {"rank": rank, "size": rank * 1000 * "x"})
         numbers = None if told is None else [value["rank"] for value in told]
         answer = [ranks.rank, ranks.num_ranks, numbers, ranks.from_first("value", f"of {rank}")]
@@ -40,29 +39,12 @@ def test_first_learns_from_all_and_tells_all(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_store_is_shared(tmp_path: Path) -> None:
-    """What one rank sets another one gets, without a collective."""
-
-    def main(rank: int) -> Any:
-        ranks = RankGroup("127.0.0.1")
-        store = ranks.new_store()
-        if rank == 1:
-            store.set("key", "value")
-            found = "value"
-        else:
-            found = store.get("key").decode()
-        ranks.to_first("end", None)
-        return found
-
-    assert on_ranks(main, tmp_path / "ranks") == ["value", "value"]
-
-
 @pytest.mark.parametrize("method", ["to_first", "from_first"])
 def test_ranks_that_lost_each_other_say_where_they_are(tmp_path: Path, method: str) -> None:
     """Ranks at different steps don't take each other's values for their own."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup("127.0.0.1")
+        ranks = RankGroup()
         return getattr(ranks, method)(f"step {rank}", rank)
 
     answers = on_ranks(main, tmp_path / "ranks")
@@ -76,7 +58,7 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
     """Whoever waits for a rank that was killed raises, at once."""
 
     def main(rank: int) -> Any:
-        ranks = RankGroup("127.0.0.1")
+        ranks = RankGroup()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return ranks.to_first("step", rank)
@@ -91,7 +73,7 @@ def test_silent_rank_is_an_error_on_the_others(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(group, "_TIMEOUT", timedelta(seconds=1))
 
     def main(rank: int) -> Any:
-        ranks = RankGroup("127.0.0.1")
+        ranks = RankGroup()
         if rank == 1:
             time.sleep(3)
             return "silent"
