@@ -85,7 +85,7 @@ class Beginning:
         self._run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ), options.script)
         self.series = self._run.begin_fit(keep_last=options.keep_last)
 
-    def connect(self) -> None:
+    def connect(self) -> Ranks:
         """Connect the ranks, and let those behind rank 0 know what it has found; a collective.
 
         Raises:
@@ -94,6 +94,7 @@ class Beginning:
         self.ranks = connect(self._trainer)
         self.is_connected = True
         self._tell()
+        return self.ranks
 
     def choose(self, checkpoint_path: Any) -> Choice:
         """Return what the fit goes on from, chosen now if it was not before; a collective.

@@ -29,7 +29,6 @@ from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.restoring import Restoring
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.stop import stopped_by
 from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
@@ -83,7 +82,7 @@ class Session:
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
         if not self._beginning.is_connected:
-            self._connect()
+            self._stopping.connect(self._beginning.connect())
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._stopping.open()
@@ -119,16 +118,14 @@ class Session:
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
-        self._stopping.fail(exception)
-        self._stopping.interrupt()
+        self._stopping.interrupt(exception)
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
             if self.autosaver is not None:
                 end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
             elif isinstance(exception, TrainingStopped):
                 tell_stopped(exception, None)
-            if isinstance(exception, TrainingStopped):
-                self._stopping.requeue(exception)
+            self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
@@ -153,7 +150,7 @@ class Session:
     def _wrap_setup_environment(self, original: Method) -> Method:
         def setup_environment() -> None:
             original()
-            self._connect()
+            self._stopping.connect(self._beginning.connect())
 
         return setup_environment
 
@@ -236,10 +233,7 @@ class Session:
             self._resume.restore(self._state())
         else:
             autosaver.save(position_of(self._trainer, FINISHED))
-        reason = self._stopping.any_wants_to_stop()
-        if reason is not None:
-            self._stopping.end_together()
-            raise stopped_by(reason, "behind the end of the fit")
+        self._stopping.stop_if_wanted("behind the end of the fit")
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:

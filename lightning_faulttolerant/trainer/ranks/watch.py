@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.hard_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
-from lightning_faulttolerant.trainer.ranks.hard_end import end_process
 from lightning_faulttolerant.trainer.ranks.line import Line
 from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
 

@@ -20,8 +20,10 @@ pytestmark = pytest.mark.slow
 SECONDS = 60.0
 SCRIPT = """
 import os, time, warnings
+import torch
+from torch.utils.data import DataLoader
 warnings.simplefilter("ignore")
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_faulttolerant import FaultTolerance
 
@@ -35,12 +37,12 @@ class Slow(Callback):
     def on_exception(self, trainer, module, exception):
         time.sleep(0.1 if trainer.global_rank else 6.0 if "slow" in os.environ.get("ENDS", "") else 0.1)
 
-seed_everything(1)
 trainer = Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_steps=60, max_epochs=-1, logger=False, enable_checkpointing=False,
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=30, limit_val_batches=0,
+    max_epochs=-1, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False, callbacks=[FaultTolerance("autosaves"), Events(), Slow()],
 )
-trainer.fit(BoringModel())
+trainer.fit(BoringModel(), DataLoader(torch.linspace(0, 1, 64 * 32).reshape(64, 32)))
 open(f"done-{trainer.global_rank}", "w").close()
 """
 
@@ -131,13 +133,13 @@ def test_lightnings_own_launcher(to: str, tmp_path: Path) -> None:
         with launched(tmp_path) as run:
             assert run.wait() == 0, run.output.read_text()
         steps = [int(line.split()[1]) for line in (tmp_path / "events-0").read_text().splitlines()]
-        assert steps == list(range(60))
+        assert steps == list(range(30))
 
 
 @pytest.mark.parametrize("to", ["rank 1", "torchrun"])
 def test_torchrun(to: str, tmp_path: Path) -> None:
     """A signal to a rank, or to torchrun, which passes it on: all is saved, and the next start goes on from there."""
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     with launched(tmp_path, *command) as run:
         process_ids = [run.process_id(rank, step=4) for rank in (0, 1)]
         os.kill(process_ids[1] if to == "rank 1" else run.process.pid, signal.SIGTERM)

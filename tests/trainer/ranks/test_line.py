@@ -56,6 +56,18 @@ def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
         each.close()
 
 
+def test_many_ranks_connect_at_once(hub: Hub) -> None:
+    """None of hundreds has to wait for a look of rank 0's, and one look is enough for all."""
+    spokes = [spoke(hub, rank) for rank in range(1, 301)]
+    for each in spokes:
+        each.send({"hello": 1})
+    time.sleep(0.05)
+    told = [*hub.receive(), *hub.receive()]
+    assert sorted(rank for rank, _ in told) == list(range(1, 301))
+    for each in spokes:
+        each.close()
+
+
 def test_leave_is_no_death(hub: Hub) -> None:
     """Who takes leave is not reported, on either end."""
     one, other = spoke(hub, 1), spoke(hub, 2)
