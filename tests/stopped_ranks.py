@@ -78,7 +78,8 @@ class RankProcesses:
         for rank in ranks:
             while text not in self.output(rank):
                 if time.monotonic() > deadline or not self._is_running(rank):
-                    raise AssertionError(f"rank {rank} has not printed {text!r}:\n{self.output(rank)}")
+                    outputs = "\n".join(self.output(other) for other in range(len(self.process_ids)))
+                    raise AssertionError(f"rank {rank} has not printed {text!r}:\n{outputs}")
                 time.sleep(0.005)
 
     def _is_running(self, rank: int) -> bool:
@@ -96,7 +97,7 @@ class RankProcesses:
             AssertionError: If they don't: nothing may hang.
         """
         deadline = time.monotonic() + seconds
-        while any([self._is_running(rank) for rank in range(len(self.process_ids))]):
+        while sum(self._is_running(rank) for rank in range(len(self.process_ids))):  # asks all, so as to note the time
             if time.monotonic() > deadline:
                 outputs = "\n".join(self.output(rank) for rank in range(len(self.process_ids)))
                 raise AssertionError(f"Only the ranks {sorted(self._ended)} have ended:\n{outputs}")

@@ -96,11 +96,7 @@ class Boundary:
             self._stop_here(position)
         with self._stop.saving():
             self._autosaver.save_due(position)
-        reason = self._stopping.any_wants_to_stop()
-        if reason is not None:  # somebody has meanwhile
-            self._autosaver.settle()
-            self._stopping.end_together()
-            raise stopped_by(reason, str(position))
+        self._stopping.stop_if_wanted(str(position))  # somebody may have asked meanwhile
 
     def _stop_here(self, position: Position) -> NoReturn:
         reason = self._stopping.reason

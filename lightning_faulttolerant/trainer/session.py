@@ -30,7 +30,6 @@ from lightning_faulttolerant.trainer.position import FINISHED, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.stop import stopped_by
 from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
@@ -81,7 +80,7 @@ class Session:
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
         if not self._beginning.is_connected:
-            self._connect()
+            self._stopping.connect(self._beginning.connect())
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._stopping.open()
@@ -117,16 +116,14 @@ class Session:
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
-        self._stopping.fail(exception)
-        self._stopping.interrupt()
+        self._stopping.interrupt(exception)
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
             if self.autosaver is not None:
                 end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
             elif isinstance(exception, TrainingStopped):
                 tell_stopped(exception, None)
-            if isinstance(exception, TrainingStopped):
-                self._stopping.requeue(exception)
+            self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
@@ -143,7 +140,7 @@ class Session:
         self._files.put_back()
         if self.autosaver is not None:
             self.autosaver.close()
-        self._beginning.ranks.close()
+        self._beginning.close()
         self._boundary = self.autosaver = self._run_state = None
 
     # What the seams do.
@@ -151,13 +148,9 @@ class Session:
     def _wrap_setup_environment(self, original: Method) -> Method:
         def setup_environment() -> None:
             original()
-            self._connect()
+            self._stopping.connect(self._beginning.connect())
 
         return setup_environment
-
-    def _connect(self) -> None:
-        self._beginning.connect()
-        self._stopping.connect(self._beginning.ranks)
 
     def _wrap_resume_start(self, original: Method) -> Method:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -280,10 +273,7 @@ class Session:
             self._resume.restore(self._state())
         else:
             autosaver.save(position_of(self._trainer, FINISHED))
-        reason = self._stopping.any_wants_to_stop()
-        if reason is not None:
-            self._stopping.end_together()
-            raise stopped_by(reason, "behind the end of the fit")
+        self._stopping.stop_if_wanted("behind the end of the fit")
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:

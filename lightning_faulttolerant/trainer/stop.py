@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.hard_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
-from lightning_faulttolerant.trainer.ranks.hard_end import end_process
 
 _log = logging.getLogger(__name__)
 

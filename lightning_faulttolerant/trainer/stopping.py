@@ -99,6 +99,7 @@ class Stopping:
         self._ranks: Ranks = Alone()
         self._watch = Watch(self.signals)
         self._patches = Patches()
+        self._agreed: str | None = None
         self._is_interrupted = False
         self._is_open = False
 
@@ -139,6 +140,7 @@ class Stopping:
         if at is not None:
             self.signals.announced_seconds = lambda: at - time.time()
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
+            self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
         self._begin_watch()
 
@@ -173,7 +175,10 @@ class Stopping:
 
     @property
     def reason(self) -> StopReason:
-        """Why the run is to stop."""
+        """Why the run is to stop: what the ranks have agreed on, where there are several."""
+        agreed = self._agreed or self._watch.member.stop
+        if agreed is not None:
+            return StopReason.from_text(agreed)
         assert self.signals.requested is not None
         return self.signals.requested
 
@@ -189,15 +194,20 @@ class Stopping:
         answers = self._ranks.to_first("who can", can)
         return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
 
-    def any_wants_to_stop(self) -> StopReason | None:
-        """Return why all ranks stop here, where all of them are; a collective."""
+    def stop_if_wanted(self, where: str) -> None:
+        """Stop here, where all ranks are, if one of them was asked to; a collective.
+
+        Raises:
+            TrainingStopped: If so.
+        """
         own = self.signals.requested
         told = self._ranks.to_first("a wish to stop", own and own.to_text())
         text = self._ranks.from_first("the stop", next((text for text in told or () if text), None))
-        if text is None:
-            return None
-        self.signals.note(StopReason.from_text(text))
-        return StopReason.from_text(text)
+        if text is not None:
+            self._agreed = text
+            self.signals.note(StopReason.from_text(text))
+            self.end_together()
+            raise stopped_by(StopReason.from_text(text), where)
 
     def end_together(self) -> None:
         """Note that all ranks end here by agreement: that one is gone is no news any more."""
@@ -211,10 +221,11 @@ class Stopping:
         """Say at once what has ended this rank, if it has ended alone."""
         self._watch.fail(exception)
 
-    def requeue(self, exception: TrainingStopped) -> None:
+    def requeue(self, exception: BaseException) -> None:
         """Queue the SLURM job again behind a stop, if it is to be; a collective if the ranks end together."""
-        reason = self.signals.requested
-        if reason is None or not reason.requeues:
+        if not isinstance(exception, TrainingStopped):
+            return
+        if self.signals.requested is None or not self.reason.requeues:
             return
         failure = slurm.requeue(os.environ) if self._ranks.rank == 0 else ""
         if self._ranks.num_ranks > 1 and self._watch.end_together:  # srun may end all when the first has ended
@@ -230,8 +241,9 @@ class Stopping:
             if failure:
                 _shout(failure)
 
-    def interrupt(self) -> None:
+    def interrupt(self, exception: BaseException) -> None:
         """Look on until Lightning's own teardown is done: it may wait for a rank that is gone."""
+        self.fail(exception)
         self._is_interrupted = True
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_faulttolerant.testing import NotTheSame
+from lightning_faulttolerant.testing import KillAt, NotTheSame
+from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.trainer.ddp.buckets import Buckets
-from tests.rank_runs import assert_ranks_go_on, for_ranks
+from tests.rank_runs import SECONDS, assert_ranks_go_on, for_ranks, rank_fit
 from tests.runs import Cut, Net
 
 pytestmark = for_ranks
@@ -82,3 +84,15 @@ def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buckets, "load_state_dict", lambda self, state: [])
     with pytest.raises(NotTheSame, match="the interrupted run"):
         assert_sums_go_on(SECOND_BATCH)
+
+
+def test_lost_order_is_told(tmp_path: Path) -> None:
+    """DDP with a static graph does not tell the order behind the first batch: the report says so."""
+    fit = rank_fit(
+        3, module=Crossed, limit_val_batches=0, strategy=DDPStrategy(static_graph=True), max_steps=4, max_epochs=-1
+    )
+    runs = Runs(fit, tmp_path, {"every_n_train_steps": 1}, SECONDS, num_ranks=3)
+    assert runs.start("run", [KillAt(1)], seed=1, with_callback=True).exit_code < 0
+    resumed = runs.start("run", [], seed=2, with_callback=True)
+    assert resumed.exit_code == 0, resumed.output
+    assert "may differ in the last bits: with static_graph=True" in resumed.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
-from tests.ranks import SECONDS, for_ranks, rank_fit
+from tests.rank_runs import SECONDS, for_ranks, rank_fit
 from tests.runs import NoisyDataset
 
 pytestmark = for_ranks
@@ -31,10 +31,10 @@ class Slowly(Callback):
         time.sleep(0.03)
 
 
-def stop_ranks(faults: Sequence[Any], *, options: dict[str, Any] = {}, **arguments: Any) -> Interruption:
+def stop_ranks(faults: Sequence[Any], *, options: Mapping[str, Any] | None = None, **arguments: Any) -> Interruption:
     """Hold a run of two ranks to the law that is stopped once, and return what that has cost."""
     fit = rank_fit(2, users=lambda: [Slowly()], **arguments)
-    chosen = {"train_time_interval": timedelta(hours=1), **options}
+    chosen = {"train_time_interval": timedelta(hours=1), **(options or {})}
     [cost] = assert_resumes_exactly(fit, [list(faults)], options=chosen, num_ranks=2, timeout_seconds=SECONDS)
     return cost
 

@@ -50,14 +50,14 @@ class Member:
         self.boundary = -1
         """The number of the boundary that this rank came to last, in this fit and process."""
         self.stop: str | None = None
-        """For what reason all ranks are to stop, once somebody wants to."""
+        """For what reason all ranks are to stop, once rank 0 has told: that of the first who wants to."""
         self.lost: str | None = None
         """Why the ranks can't do anything together any more."""
         self.outbox: deque[Message] = deque()
         self._clock = clock
         self._limit: float = _NEVER
         self._appointed: tuple[int, str] | None = None
-        self._is_save_wanted = False
+        self._is_save_wanted = self._is_stop_wanted = False
         self._run: _ValidationRun | None = None
         self._num_runs = 0
         self._runs_asked_for: set[int] = set()
@@ -86,8 +86,8 @@ class Member:
 
     def want_stop(self, reason: str) -> None:
         """Let all ranks stop; also for a thread."""
-        if self.stop is None:
-            self.stop = reason
+        if not self._is_stop_wanted:
+            self._is_stop_wanted = True
             self.outbox.append({"ask": STOP, "reason": reason})
 
     def begin_run(self) -> None:
@@ -146,7 +146,7 @@ class Member:
     @property
     def is_busy(self) -> bool:
         """Whether something is being agreed upon."""
-        return self.stop is not None or self._limit != _NEVER or self._is_save_wanted
+        return self._is_stop_wanted or self.stop is not None or self._limit != _NEVER or self._is_save_wanted
 
     # For the thread that speaks for this rank.
 
@@ -163,7 +163,7 @@ class Member:
     def hear(self, message: Message) -> None:
         """Take note of what rank 0 tells all."""
         if "stop" in message:
-            self.stop = self.stop or message["stop"]
+            self.stop = message["stop"]
         elif "round" in message:
             self.outbox.append({"limit": self._promise(message["round"])})
         elif "at" in message:
@@ -229,7 +229,7 @@ class Chair:
         self._done: set[int] = set()
         self._runs: dict[int, dict[int, int | None]] = {}
         self._here: dict[int, set[int]] = {}
-        self._ended: set[int] = set()
+        self._verdicts: dict[int, str] = {}
 
     def hear(self, rank: int, message: Message) -> None:
         """Take note of what a rank says."""
@@ -279,6 +279,9 @@ class Chair:
         self.outbox.append({"at": place, "wish": self._wish})
 
     def _hear_of_run(self, rank: int, number: int, limit: int | None) -> None:
+        if number in self._verdicts:  # told when this rank was not yet in that run
+            self.outbox.append({"run_ends": number, "verdict": self._verdicts[number]})
+            return
         if number not in self._runs:
             self.outbox.append({"run": number})
         limits = self._runs.setdefault(number, {})
@@ -289,8 +292,8 @@ class Chair:
             self.outbox.append({"run_at": number, "batch": max(limit or 0 for limit in limits.values())})
 
     def _end_run(self, number: int, verdict: str) -> None:
-        if number not in self._ended:
-            self._ended.add(number)
+        if number not in self._verdicts:
+            self._verdicts[number] = verdict
             self.outbox.append({"run_ends": number, "verdict": verdict})
 
 

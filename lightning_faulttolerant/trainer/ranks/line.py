@@ -25,6 +25,7 @@ _CONNECT_SECONDS = 60.0
 # A machine that is gone is noticed after 10 + 4 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _MAX_LINE_BYTES = 1 << 16
+_BACKLOG = 4096
 
 _open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -190,10 +191,11 @@ class Hub:
         self._server.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection = _Connection(self._server.accept()[0])
-            self._nameless[connection.socket.fileno()] = connection
-            self._selector.register(connection.socket, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # of which BlockingIOError is one: nobody else is there
+            while True:  # thousands may come at once
+                connection = _Connection(self._server.accept()[0])
+                self._nameless[connection.socket.fileno()] = connection
+                self._selector.register(connection.socket, selectors.EVENT_READ)
 
     def _learn_name(self, fd: int, told: list[tuple[int, Message | None]]) -> None:
         connection = self._nameless[fd]
@@ -230,8 +232,8 @@ class Hub:
 def _listen() -> socket.socket:
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # IPv6 may be switched off all the same
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def open_line(ranks: Ranks, host: str) -> Line:

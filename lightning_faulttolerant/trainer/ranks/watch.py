@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_faulttolerant.checkpoint.hard_end import end_process
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
-from lightning_faulttolerant.trainer.ranks.hard_end import end_process
 from lightning_faulttolerant.trainer.ranks.line import Line
 from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
 
@@ -27,6 +27,8 @@ ENDS_WITHIN_SECONDS = 10.0
 """How long after the failure or the death of a rank the others may take to end."""
 _POLL_SECONDS = 0.1
 _BUSY_POLL_SECONDS = 0.02
+# Ranks learn of a stop, and so end for it, one a little after the other.
+_LAST_SECONDS = 1.0
 
 Message = dict[str, Any]
 
@@ -66,22 +68,25 @@ class Watch:
         self._failed: set[int] = set()
         self._to_tell: list[Message] = []
         self._num_told = 0
-        self._closed = threading.Event()
+        self._closed = False
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to look on."""
-        if self._thread is None and not self._closed.is_set():
+        if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name="fault-tolerance-watch", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Look no more, and take leave of the others. May be called twice."""
-        self._closed.set()
+        self._closed = True
+        self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
             self._thread = None
         if self._line is not None:
+            self._talk(self._line)  # what has not been told yet: that this rank has failed
             self._line.close()
             self._line = None
 
@@ -97,12 +102,18 @@ class Watch:
             sys.stderr.flush()
         code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
         self._to_tell.append({"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code})
+        self._wake.set()
+        reason = self._stop.requested
+        if reason is not None and not is_stop and self._stop.seconds_left() < _LAST_SECONDS:
+            end_process(reason.exit_code, f"{reason.name} has ended another rank, and this one with it.")
 
     def _run(self) -> None:
-        while not self._closed.wait(_BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS):
+        while not self._closed:
+            self._wake.wait(_BUSY_POLL_SECONDS if self._is_busy() else _POLL_SECONDS)
+            self._wake.clear()
             try:
                 self.look()
-            except Exception:  # noqa: BLE001, PERF203 - who looks on must not end before the rank does
+            except Exception:  # noqa: BLE001 - who looks on must not end before the rank does
                 _log.exception("The thread that looks on while a rank trains has met an error.")
 
     def _is_busy(self) -> bool:

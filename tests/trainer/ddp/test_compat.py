@@ -1,0 +1,36 @@
+"""The contract with torch's DDP: each private name that we touch is in the installed version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.trainer.ddp import compat
+from tests.contract import missing, private_names
+from tests.ranks import on_ranks
+
+
+class _Owner:
+    """Has a DDP wrapper, as the paths of the seams begin."""
+
+    def __init__(self) -> None:
+        self.ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+
+
+def test_private_names_of_ddp_are_there(tmp_path: Path) -> None:
+    """This torch has them all."""
+
+    def main(rank: int) -> list[Any]:
+        owner = _Owner()
+        return [missing(owner, f"owner.{path}", {f"owner.{path}": why}) for path, why in compat.SEAMS.items()]
+
+    [found] = on_ranks(main, tmp_path, num_ranks=1)
+    assert found == [None] * len(compat.SEAMS)
+
+
+def test_every_private_name_is_listed() -> None:
+    """The module touches no private name that is not in its list."""
+    names = private_names(compat) - {part for path in compat.SEAMS for part in path.split(".")}
+    assert names == {"_register_comm_hook"}  # a function of torch.distributed, not of an object

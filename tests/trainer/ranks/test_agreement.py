@@ -1,0 +1,325 @@
+"""Ranks agree on one boundary, however far apart they are, and nobody waits for what another one trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.errors import RanksLostError
+from lightning_faulttolerant.trainer.ranks import agreement as agreement_module
+from lightning_faulttolerant.trainer.ranks.agreement import SAVE, STOP, Chair, Member, end_of_window
+
+NUM_RANKS = 3
+
+
+class Ranks:
+    """Threads as ranks; one thread speaks for all of them, and messages are heard in the order of `deliver`."""
+
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        self.members = [Member() for _ in range(num_ranks)]
+        self.chair = Chair(num_ranks)
+        self.errors: list[BaseException] = []
+        self._is_over = threading.Event()
+
+    def deliver(self) -> None:
+        """Let everybody speak once, and be heard."""
+        for rank, member in enumerate(self.members):
+            member.tick()
+            while member.outbox:
+                self.chair.hear(rank, member.outbox.popleft())
+            while self.chair.outbox:
+                message = self.chair.outbox.popleft()
+                for each in self.members:
+                    each.hear(message)
+
+    def _speak(self) -> None:
+        while not self._is_over.is_set():
+            self.deliver()
+            time.sleep(0.0005)
+
+    def run(self, main: Callable[[int, Member], Any], *, seconds: float = 5.0) -> None:
+        """Run `main` for each rank in a thread of its own, and fail if one of them hangs."""
+        speaker = threading.Thread(target=self._speak, daemon=True)
+        threads = [threading.Thread(target=self._main, args=(main, rank), daemon=True) for rank in range(NUM_RANKS)]
+        for thread in (speaker, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join(seconds)
+        self._is_over.set()
+        speaker.join()
+        assert self.errors == []
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _main(self, main: Callable[[int, Member], Any], rank: int) -> None:
+        try:
+            main(rank, self.members[rank])
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.errors.append(error)
+
+
+def test_nobody_asks_and_nothing_is_said() -> None:
+    """Without a wish all ranks pass all boundaries, and no message is sent."""
+    ranks = Ranks()
+    for _ in range(20):
+        assert [member.at_boundary() for member in ranks.members] == [None] * NUM_RANKS
+        for member in ranks.members:
+            member.tick()
+            assert not member.outbox
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    asked=st.dictionaries(st.integers(0, 2), st.integers(0, 6), min_size=1, max_size=3),
+    delays=st.lists(st.integers(0, 3), min_size=NUM_RANKS, max_size=NUM_RANKS),
+    window=st.integers(1, 4),
+)
+def test_all_stop_at_one_boundary(asked: dict[int, int], delays: list[int], window: int) -> None:
+    """Whichever ranks are asked, at whichever boundaries, however fast each is: all stop at the same one.
+
+    Ranks meet in a collective at the end of each accumulation window, and drift apart inside it.
+    """
+    ranks = Ranks()
+    stopped: dict[int, int] = {}
+    collective = threading.Barrier(NUM_RANKS, timeout=4)
+
+    def main(rank: int, member: Member) -> None:
+        for boundary in range(10_000):
+            if asked.get(rank) == boundary:
+                member.want_stop(f"143 0 rank {rank}")
+            if member.at_boundary() is not None:
+                stopped[rank] = boundary
+                return
+            time.sleep(0.0005 * delays[rank])
+            if (boundary + 1) % window == 0:
+                collective.wait()
+
+    ranks.run(main)
+    assert len(stopped) == NUM_RANKS
+    assert len(set(stopped.values())) == 1
+    assert len({member.stop for member in ranks.members}) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    saves=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
+    delays=st.lists(st.integers(0, 2), min_size=NUM_RANKS, max_size=NUM_RANKS),
+    stop=st.integers(10, 60),
+)
+def test_all_save_at_the_same_boundaries(saves: list[int], delays: list[int], stop: int) -> None:
+    """Rank 0 asks for saves, another one for a stop: each is done by all at one boundary, however they drift."""
+    ranks = Ranks()
+    done: dict[int, list[tuple[int, str]]] = {rank: [] for rank in range(NUM_RANKS)}
+
+    def main(rank: int, member: Member) -> None:
+        for boundary in range(100_000):
+            if rank == 0 and boundary in saves:
+                member.want_save({"batch": boundary, "num_batches": 0, "length": 1})
+            if rank == 2 and boundary == stop:
+                member.want_stop("143 0 SIGTERM")
+            wish = member.at_boundary()
+            if wish is not None:
+                done[rank].append((boundary, wish))
+            if wish == STOP:
+                return
+            time.sleep(0.0002 * delays[rank])
+
+    ranks.run(main)
+    assert done[0] == done[1] == done[2]
+    assert [wish for _, wish in done[0]].count(STOP) == 1
+    assert all(wish == SAVE for _, wish in done[0][:-1])
+
+
+def test_rank_that_is_far_ahead_is_where_all_stop() -> None:
+    """The boundary that is appointed is one that nobody has passed."""
+    ranks = Ranks(2)
+    slow, fast = ranks.members
+    for _ in range(7):
+        fast.at_boundary()
+    slow.at_boundary()
+    slow.want_stop("143 0 SIGTERM")
+    for _ in range(3):
+        ranks.deliver()
+    assert [slow.at_boundary() for _ in range(7)] == [None] * 6 + [STOP]
+    assert fast.at_boundary() == STOP
+
+
+def test_rank_waits_at_its_promise_until_it_knows() -> None:
+    """Between the promise and the appointment nobody passes the promised boundary."""
+    member = Member()
+    member.hear({"round": STOP})
+    [promise] = member.outbox
+    assert promise == {"limit": 0}
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(member.at_boundary()), daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert found == []
+    member.hear({"at": 1, "wish": STOP})
+    thread.join(2)
+    assert found == [None]
+    assert member.at_boundary() == STOP
+
+
+def test_rank_that_has_passed_the_appointed_boundary_does_not_stop_elsewhere() -> None:
+    """What can't happen while all keep their promises is an error, not a save at another place."""
+    member = Member()
+    for _ in range(5):
+        member.at_boundary()
+    member.hear({"at": 2, "wish": SAVE})
+    with pytest.raises(RanksLostError, match="all were to save at boundary 2, this rank is at 5"):
+        member.at_boundary()
+
+
+def test_rank_that_waits_for_one_that_is_lost() -> None:
+    """Who waits when another rank dies learns of it, and does not wait for ever."""
+    member = Member()
+    member.hear({"round": STOP})
+    member.lost = "rank 1 has died"
+    with pytest.raises(RanksLostError, match="rank 1 has died"):
+        member.at_boundary()
+
+
+def test_fast_ranks_hear_of_a_save_before_they_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save by time is promised as many boundaries ahead as half a second has, so that nobody waits for it."""
+    now = [0.0]
+    member = Member(clock=lambda: now[0])
+    for _ in range(100):
+        now[0] += 0.1
+        for _ in range(7):
+            member.at_boundary()
+        member.tick()
+    member.hear({"round": SAVE})
+    assert member.outbox.pop() == {"limit": member.boundary + 1 + 5 * 7}
+    member.hear({"round": STOP})
+    assert member.outbox.pop() == {"limit": member.boundary + 1}
+
+
+@pytest.mark.parametrize(
+    ("place", "batch", "num_batches", "length", "expected"),
+    [
+        (10, 10, 0, 1, 10),
+        (11, 10, 0, 4, 12),
+        (12, 10, 0, 4, 12),
+        (13, 10, 14, 4, 14),  # the epoch's last window is short
+        (15, 10, 14, 4, 15),  # the next epoch: its windows are not known
+    ],
+)
+def test_end_of_window(place: int, batch: int, num_batches: int, length: int, expected: int) -> None:
+    """Where gradients need not be gathered: at the end of a window, or of the epoch. Boundary 10 is before batch 10."""
+    found = end_of_window(place, boundary=10, batch=batch, num_batches=num_batches, length=length)
+    assert found == expected
+
+
+def test_save_is_appointed_at_the_end_of_a_window() -> None:
+    """The window that rank 0 tells with its wish counts."""
+    ranks = Ranks(2)
+    for member in ranks.members:
+        for _ in range(3):  # boundaries 0, 1, 2, before the same batches
+            member.at_boundary()
+    ranks.members[0].want_save({"batch": 2, "num_batches": 100, "length": 5})
+    for _ in range(3):
+        ranks.deliver()
+    assert [ranks.members[1].at_boundary() for _ in range(3)] == [None, None, SAVE]
+
+
+# Validation runs.
+
+
+def validate(member: Member, num_batches: int, seconds: float) -> bool:
+    """Run a validation run of a rank as Lightning does; return whether it was stopped in it."""
+    member.begin_run()
+    for _ in range(num_batches):
+        if member.at_validation_batch():
+            return True
+        time.sleep(seconds)
+    member.end_batches()
+    return False
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_batches=st.lists(st.integers(1, 40), min_size=NUM_RANKS, max_size=NUM_RANKS),
+    delays=st.lists(st.integers(1, 4), min_size=NUM_RANKS, max_size=NUM_RANKS),
+    asked=st.integers(0, 2),
+    at=st.integers(0, 10),
+    meets=st.booleans(),
+)
+def test_validation_run_is_stopped_by_all_or_by_none(
+    num_batches: list[int], delays: list[int], asked: int, at: int, meets: bool
+) -> None:
+    """However many batches each rank has: all stop in the run, or all finish it and stop at the boundary behind it."""
+    ranks = Ranks()
+    found: dict[int, bool | int] = {}
+    collective = threading.Barrier(NUM_RANKS, timeout=4)
+
+    def main(rank: int, member: Member) -> None:
+        if rank == asked:
+            threading.Timer(0.001 * at, member.want_stop, ["143 0 SIGTERM"]).start()
+        for boundary in range(1000):
+            if member.at_boundary() is not None:
+                found[rank] = boundary
+                return
+            if validate(member, num_batches[rank], 0.0005 * delays[rank]):
+                found[rank] = True
+                return
+            if meets:
+                collective.wait()  # the metrics of the run are reduced
+
+    ranks.run(main)
+    assert len(found) == NUM_RANKS
+    assert len(set(found.values())) == 1
+    assert {isinstance(each, bool) for each in found.values()} in ({True}, {False})
+
+
+def test_equal_runs_are_stopped_inside() -> None:
+    """With as many batches on each rank, a long run is stopped long before its end."""
+    ranks = Ranks()
+    found = []
+
+    def main(rank: int, member: Member) -> None:
+        assert member.at_boundary() is None
+        if rank == 1:
+            threading.Timer(0.05, member.want_stop, ["143 0 SIGTERM"]).start()
+        found.append(validate(member, 10_000, 0.001))
+
+    ranks.run(main)
+    assert found == [True] * NUM_RANKS
+
+
+def test_step_of_a_run_that_is_stopped_may_hold_a_collective() -> None:
+    """Ranks that meet in each validation step stop in front of the same one: nobody waits in it for one that holds."""
+    ranks = Ranks()
+    stopped: dict[int, int] = {}
+    collective = threading.Barrier(NUM_RANKS, timeout=4)
+
+    def main(rank: int, member: Member) -> None:
+        member.at_boundary()
+        if rank == 2:
+            threading.Timer(0.02, member.want_stop, ["143 0 SIGTERM"]).start()
+        member.begin_run()
+        for batch in range(10_000):
+            if member.at_validation_batch():
+                stopped[rank] = batch
+                return
+            time.sleep(0.0005 * rank)
+            collective.wait()
+
+    ranks.run(main)
+    assert len(stopped) == NUM_RANKS
+    assert len(set(stopped.values())) == 1
+
+
+def test_boundary_costs_next_to_nothing() -> None:
+    """While nothing is wanted a boundary takes a microsecond or two, and asks nobody."""
+    member = Member()
+    began = time.perf_counter()
+    for _ in range(20_000):
+        member.at_boundary()
+    assert (time.perf_counter() - began) / 20_000 < 20e-6
+    assert agreement_module._HOLD_SECONDS < 0.1

@@ -1,0 +1,55 @@
+"""The contract with Lightning, of what has to do with several ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.ranks.compat import SEAMS, call_off_observers, cluster_environment
+from tests.contract import missing
+from tests.runs import make_trainer
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    """Return a trainer of one rank."""
+    return make_trainer([], tmp_path)
+
+
+@pytest.mark.parametrize("path", SEAMS)
+def test_each_seam_exists(path: str, trainer: Trainer) -> None:
+    """The name is there; if a new Lightning drops it, the failure says which feature breaks."""
+    found = missing(trainer, path, SEAMS)
+    assert found is None, found
+
+
+def test_environment_of_one_rank(trainer: Trainer) -> None:
+    """A trainer on one device has an environment, too, or none: asking is no error."""
+    cluster_environment(trainer)
+
+
+def test_observer_that_is_called_off_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of the launcher that has ended with an error is no reason to kill this one any more."""
+    import threading
+
+    from lightning.fabric.strategies.launchers import subprocess_script
+
+    killed = []
+    monkeypatch.setattr(subprocess_script._ChildProcessObserver, "_terminate_all", lambda self: killed.append(1))
+    monkeypatch.setattr(subprocess_script.time, "sleep", lambda seconds: threading.Event().wait(0.2))
+    process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(143)"])
+    process.wait()
+    _launch_process_observer([process])
+    call_off_observers()
+    [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+    observer.join(5)
+    assert killed == []
+    _launch_process_observer([process])
+    [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+    observer.join(5)
+    assert killed == [1]

@@ -1,0 +1,296 @@
+"""However a rank ends, all processes end: in time, with the right code, and with a valid autosave."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.trainer.ranks import watch
+from tests.rank_runs import for_ranks, rank_fit
+from tests.runs import NoisyDataset
+from tests.stopped_ranks import RankEnded, RankProcesses
+
+BOUND = 2.0
+
+pytestmark = [*for_ranks, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def _short_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the others end in two seconds rather than ten; the processes are forked."""
+    monkeypatch.setattr(watch, "ENDS_WITHIN_SECONDS", BOUND)
+
+
+class Events(Callback):
+    """Says where each rank is, and does something at one place."""
+
+    def __init__(self, rank: int = -1, hook: str = "", batch: int = 2, what: Callable[[], None] = lambda: None) -> None:
+        self._where = (rank, hook, batch)
+        self._what = what
+
+    def _come_to(self, hook: str, trainer: Trainer, batch: int) -> None:
+        print(f"{hook} {batch}", flush=True)
+        if (trainer.global_rank, hook, batch) == self._where:
+            self._what()
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._come_to("train", trainer, batch_idx)
+
+    def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self._come_to("sanity" if trainer.sanity_checking else "validation", trainer, batch_idx)
+
+
+def fit_main(
+    tmp_path: Path, *callbacks: Callback, options: Mapping[str, Any] | None = None, **arguments: Any
+) -> Callable[[int], Any]:
+    """Return a main function of two ranks that train, saved at each step."""
+
+    def main(rank: int) -> None:
+        ours = FaultTolerance(**{"dirpath": tmp_path / "autosaves", "every_n_train_steps": 1, **(options or {})})
+        trainer = rank_fit(2, users=lambda: list(callbacks), **arguments)([ours], tmp_path)
+        print(f"has trained {trainer.global_step} steps", flush=True)
+
+    return main
+
+
+def raise_error() -> None:
+    """Raise as a user's step may."""
+    raise ZeroDivisionError("of the user")
+
+
+def sleep_long() -> None:
+    """Be busy for longer than any test may take."""
+    time.sleep(100)
+
+
+def die() -> None:
+    """End as the kernel ends a process that takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def assert_goes_on(tmp_path: Path) -> None:
+    """Check that the last autosave is valid, and that two ranks go on from there to their end."""
+    newest = sorted((tmp_path / "autosaves").rglob("autosave-*.ckpt"))[-1]
+    load_file(str(newest))
+    with RankProcesses(fit_main(tmp_path)) as ranks:
+        for ended in ranks.wait():
+            assert ended.exit_code == 0, ended.output
+            assert "has trained 16 steps" in ended.output
+        assert "Resumed exactly" in ranks.output(0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
+    """Its traceback is printed at once, the other one ends though it waits in a collective, and the run goes on."""
+    with RankProcesses(fit_main(tmp_path, Events(rank, "train", 3, raise_error))) as ranks:
+        ended = ranks.wait(seconds=20)
+    assert [each.exit_code for each in ended] == [1, 1]
+    assert f"[rank {rank}] FaultTolerance: an exception has ended this rank" in ended[rank].output
+    assert "ZeroDivisionError: of the user" in ended[rank].output
+    assert_goes_on(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model:UserWarning")
+def test_one_rank_raises_and_its_teardown_hangs(tmp_path: Path) -> None:
+    """A callback that saves on an exception waits for the others in a barrier: both end within the bound."""
+    on_exception = OnExceptionCheckpoint(tmp_path / "on_exception")
+    sleeping = Events(0, "train", 3, sleep_long)
+    callbacks = [sleeping, Events(1, "train", 3, raise_error), on_exception]
+    with RankProcesses(fit_main(tmp_path, *callbacks, enable_checkpointing=True)) as ranks:
+        ranks.wait_for("ZeroDivisionError: of the user", 1)
+        began = time.monotonic()
+        ended = ranks.wait(seconds=20)
+        assert time.monotonic() - began < BOUND + 2
+    assert [each.exit_code for each in ended] == [1, 1]
+    assert "This process could not end by itself within 2 seconds" in ended[0].output
+    assert "This rank has failed" in ended[1].output
+    assert_goes_on(tmp_path)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("other", ["in a collective", "asleep"])
+def test_one_rank_dies(dead: int, other: str, tmp_path: Path) -> None:
+    """The death of a rank is known to the other one at once, which ends within the bound, whatever it does."""
+    what = sleep_long if other == "asleep" else lambda: None
+    callbacks = [Events(dead, "train", 3, die), Events(1 - dead, "train", 3, what)]
+    with RankProcesses(fit_main(tmp_path, *callbacks)) as ranks:
+        ended = ranks.wait(seconds=20)
+    assert ended[dead].exit_code == -signal.SIGKILL
+    assert ended[1 - dead].exit_code == 1
+    if other == "asleep":
+        assert f"rank {dead} has died" in ended[1 - dead].output
+    assert abs(ended[0].seconds - ended[1].seconds) < BOUND + 2
+    assert_goes_on(tmp_path)
+
+
+def test_death_of_a_rank_with_workers_is_noticed(tmp_path: Path) -> None:
+    """Workers that outlive their rank don't keep it alive for the others."""
+
+    def train() -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(64), batch_size=4, shuffle=True, num_workers=2)
+
+    callbacks = [Events(1, "train", 3, die), Events(0, "train", 3, sleep_long)]
+    with RankProcesses(fit_main(tmp_path, *callbacks, train=train)) as ranks:
+        ended = ranks.wait(seconds=20)
+        assert ended[0].seconds - ended[1].seconds < BOUND + 2
+    assert [each.exit_code for each in ended] == [1, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -> None:
+    """A process that stands still longer than the bound is waited for, and the run comes to its end."""
+    with RankProcesses(fit_main(tmp_path, Events(), max_epochs=1)) as ranks:
+        ranks.wait_for("train 3", 0, 1)
+        ranks.send(signal.SIGSTOP, rank)
+        time.sleep(2 * BOUND)
+        ranks.send(signal.SIGCONT, rank)
+        ended = ranks.wait(seconds=20)
+    assert [each.exit_code for each in ended] == [0, 0], [each.output for each in ended]
+
+
+def test_all_ranks_raise(tmp_path: Path) -> None:
+    """Where all raise, none waits for another: each has the time that its teardown takes, and the user may go on."""
+
+    def main(rank: int) -> None:
+        callbacks = [Events(0, "train", 3, raise_error), Events(1, "train", 3, raise_error)]
+        with pytest.raises(ZeroDivisionError):
+            fit_main(tmp_path, *callbacks)(rank)
+        time.sleep(BOUND + 1)
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fault-tolerance")] == []
+        print("has gone on", flush=True)
+
+    with RankProcesses(main) as ranks:
+        ended = ranks.wait(seconds=20)
+    assert [each.exit_code for each in ended] == [0, 0], [each.output for each in ended]
+
+
+def stopped_in_time(ended: list[RankEnded], code: int = 143) -> None:
+    """Check that all ranks ended with this code."""
+    assert [each.exit_code for each in ended] == [code, code], [each.output for each in ended]
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
+def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> None:
+    """There is nothing to save yet: all ranks end, and none waits for another."""
+    slow = [Events(rank, "sanity", 0, lambda: time.sleep(1)) for rank in (0, 1)]
+    with RankProcesses(fit_main(tmp_path, *slow, num_sanity_val_steps=2)) as ranks:
+        ranks.wait_for("sanity 0", 0, 1)
+        ranks.send(signal.SIGTERM, *asked)
+        ended = ranks.wait(seconds=20)
+    stopped_in_time(ended)
+    assert "in the sanity check" in ended[0].output
+    assert "train 0" not in ended[0].output
+
+
+def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
+    """One rank sleeps, the other one waits for it in a collective: both end in time, and say why."""
+    main = fit_main(tmp_path, Events(1, "train", 3, sleep_long), options={"grace_seconds": 2.0})
+    with RankProcesses(main) as ranks:
+        ranks.wait_for("train 3", 0, 1)
+        ranks.send(signal.SIGTERM, 1)
+        began = time.monotonic()
+        ended = ranks.wait(seconds=20)
+        assert 1.5 < time.monotonic() - began < 4.5
+    stopped_in_time(ended)
+    assert any("could not end within its grace period of 2 seconds" in each.output for each in ended)
+    assert_goes_on(tmp_path)
+
+
+def test_validation_batch_that_is_longer_than_the_grace_period(tmp_path: Path) -> None:
+    """The last autosave stays, and the job ends in time."""
+    main = fit_main(tmp_path, Events(0, "validation", 1, sleep_long), options={"grace_seconds": 2.0})
+    with RankProcesses(main) as ranks:
+        ranks.wait_for("validation 1", 0, 1)
+        ranks.send(signal.SIGTERM, 0)
+        stopped_in_time(ranks.wait(seconds=20))
+    assert_goes_on(tmp_path)
+
+
+class SlowSave(Callback):
+    """Makes every save but the first take its time, on rank 0."""
+
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step:
+            time.sleep(2.0)
+
+
+class SlowBatches(Callback):
+    """Makes every batch take its time."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.1)
+
+
+def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
+    """If a save takes longer than what is left of the grace period, the last autosave stays and the job ends."""
+    options = {"grace_seconds": 1.5, "every_n_train_steps": 6}
+    with RankProcesses(fit_main(tmp_path, Events(), SlowBatches(), SlowSave(), options=options)) as ranks:
+        ranks.wait_for("train 6", 0, 1)
+        ranks.send(signal.SIGTERM, 1)
+        ended = ranks.wait(seconds=20)
+    stopped_in_time(ended)
+    assert "There was no time left to save it" in ended[0].output
+    assert "go on before batch 6 of epoch 0" in ended[0].output
+    assert_goes_on(tmp_path)
+
+
+def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> None:
+    """Slow workers are neither waited for nor left behind: all is saved and over in a fraction of the time."""
+
+    class Slow(NoisyDataset):
+        def __getitem__(self, index: int) -> Tensor:
+            time.sleep(0.3)
+            return super().__getitem__(index)
+
+    def train() -> DataLoader[Any]:
+        return DataLoader(Slow(512), batch_size=4, shuffle=True, num_workers=8, prefetch_factor=4)
+
+    options = {"grace_seconds": 20.0, "every_n_train_steps": None, "train_time_interval": timedelta(hours=1)}
+    with RankProcesses(fit_main(tmp_path, Events(), train=train, options=options)) as ranks:
+        ranks.wait_for("train 3", 0, 1, seconds=50)
+        ranks.send(signal.SIGTERM, 0, 1)
+        began = time.monotonic()
+        ended = ranks.wait(seconds=30)
+        assert time.monotonic() - began < 10.0
+    stopped_in_time(ended)
+    place = re.search(r"go on before batch (\d+)", ended[0].output)
+    assert place is not None
+    assert int(place[1]) > 3
+
+
+def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
+    """The user's handlers hear the signal on the rank that has it, and are back behind the fit, with no thread left."""
+
+    def main(rank: int) -> None:
+        heard: list[int] = []
+        own = {signum: lambda signum, frame: heard.append(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+        for signum, handler in own.items():
+            signal.signal(signum, handler)
+        stops = rank == 1
+        strike = Events(1, "train", 3, lambda: signal.raise_signal(signal.SIGTERM))
+        if tmp_path.name == "whole":
+            fit_main(tmp_path)(rank)
+        else:
+            with pytest.raises(SystemExit):
+                fit_main(tmp_path, strike)(rank)
+            assert heard == ([signal.SIGTERM] if stops else [])
+        assert {signum: signal.getsignal(signum) for signum in own} == own
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fault-tolerance")] == []
+
+    with RankProcesses(main) as ranks:
+        assert [each.exit_code for each in ranks.wait(seconds=30)] == [0, 0], ranks.output(1)

@@ -1,0 +1,170 @@
+"""The line between ranks: what is said arrives in order, and nothing but the end of a process is taken for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.trainer.ranks.line import Hub, Spoke
+
+Told = list[tuple[int, Any]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """Return rank 0's end."""
+    made = Hub()
+    yield made
+    made.close()
+
+
+def spoke(hub: Hub, rank: int, token: str | None = None) -> Spoke:
+    """Connect a rank."""
+    return Spoke(rank, ("127.0.0.1", hub.port), hub.token if token is None else token)
+
+
+def until(receive: Callable[[], Told], number: int, seconds: float = 5.0) -> Told:
+    """Return what has come in once there are so many messages."""
+    told: Told = []
+    deadline = time.monotonic() + seconds
+    while len(told) < number:
+        told += receive()
+        assert time.monotonic() < deadline, told
+        time.sleep(0.001)
+    return told
+
+
+def test_messages_arrive_in_order_at_all(hub: Hub) -> None:
+    """What a rank says comes to rank 0 with its number, what rank 0 says to all others."""
+    spokes = [spoke(hub, rank) for rank in (1, 2)]
+    for number in range(3):
+        spokes[1].send({"number": number})
+    assert until(hub.receive, 3) == [(2, {"number": number}) for number in range(3)]
+    spokes[0].send({"text": "ä\n" * 1000})
+    assert until(hub.receive, 1) == [(1, {"text": "ä\n" * 1000})]
+    hub.send({"at": 7})
+    hub.send({"at": 8})
+    for each in spokes:
+        assert until(each.receive, 2) == [(0, {"at": 7}), (0, {"at": 8})]
+        each.close()
+
+
+def test_many_ranks_connect_at_once(hub: Hub) -> None:
+    """None of hundreds has to wait for a look of rank 0's, and one look is enough for all."""
+    spokes = [spoke(hub, rank) for rank in range(1, 301)]
+    for each in spokes:
+        each.send({"hello": 1})
+    time.sleep(0.05)
+    told = [*hub.receive(), *hub.receive()]
+    assert sorted(rank for rank, _ in told) == list(range(1, 301))
+    for each in spokes:
+        each.close()
+
+
+def test_leave_is_no_death(hub: Hub) -> None:
+    """Who takes leave is not reported, on either end."""
+    one, other = spoke(hub, 1), spoke(hub, 2)
+    one.send({"last": 1})
+    one.close()
+    one.close()
+    other.send({"there": 1})
+    assert sorted(until(hub.receive, 2)) == [(1, {"last": 1}), (2, {"there": 1})]
+    time.sleep(0.05)
+    assert hub.receive() == []
+    hub.close()
+    time.sleep(0.05)
+    assert other.receive() == []
+    assert other.receive() == []
+    other.close()
+
+
+def test_death_of_a_process_is_known_once(hub: Hub) -> None:
+    """A rank that is killed is reported, once, behind what it has said; one that stands still is not."""
+    process_id = os.fork()
+    if not process_id:
+        line = spoke(hub, 1)
+        line.send({"alive": 1})
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert until(hub.receive, 1) == [(1, {"alive": 1})]
+        os.kill(process_id, signal.SIGSTOP)
+        time.sleep(0.2)
+        assert hub.receive() == []
+    finally:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+    assert until(hub.receive, 1) == [(1, None)]
+    assert hub.receive() == []
+
+
+def test_child_of_a_dead_rank_does_not_keep_it_alive(hub: Hub) -> None:
+    """A worker that outlives its rank has closed the connection that it was forked with."""
+    read, write = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        line = spoke(hub, 1)
+        line.send({"alive": 1})
+        child = os.fork()
+        if child:
+            os.write(write, f"{child}\n".encode())
+        time.sleep(60)
+        os._exit(0)
+    with os.fdopen(read) as pipe:
+        child = int(pipe.readline())
+    try:
+        assert until(hub.receive, 1) == [(1, {"alive": 1})]
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+        assert until(hub.receive, 1) == [(1, None)]
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(write)
+
+
+def test_death_of_rank_0_is_known() -> None:
+    """The others know of the death of rank 0 too."""
+    read, write = os.pipe()
+    process_id = os.fork()
+    if not process_id:
+        made = Hub()
+        os.write(write, f"{made.port} {made.token}\n".encode())
+        while True:
+            made.receive()
+            time.sleep(0.001)
+    with os.fdopen(read) as pipe:
+        port, token = pipe.readline().split()
+    line = Spoke(1, ("127.0.0.1", int(port)), token)
+    line.send({"hello": 1})
+    time.sleep(0.1)
+    assert line.receive() == []
+    os.kill(process_id, signal.SIGKILL)
+    os.waitpid(process_id, 0)
+    os.close(write)
+    assert until(line.receive, 1) == [(0, None)]
+    line.close()
+
+
+@pytest.mark.parametrize(
+    "text", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "token": "0"}\n{"ask": "stop"}\n', b"[]\n", b""]
+)
+def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
+    """Who does not know the token is turned away, and is no rank."""
+    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+        stranger.sendall(text)
+        if not text:
+            stranger.shutdown(socket.SHUT_WR)
+        for _ in range(50):
+            assert hub.receive() == []
+            time.sleep(0.001)
+        stranger.settimeout(2)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""

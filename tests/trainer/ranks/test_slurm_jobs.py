@@ -1,0 +1,262 @@
+"""Jobs of SLURM: stopped in front of their end, saved, and queued again by rank 0, never in a signal handler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.trainer import deadline as deadline_module
+from tests.rank_runs import for_ranks, rank_fit
+from tests.runs import fit_net
+from tests.stopped_ranks import RankProcesses
+
+pytestmark = [
+    *for_ranks,
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
+]
+
+
+class SlowBatches(Callback):
+    """Says where it is, and takes its time."""
+
+    def __init__(self, seconds: float = 0.05) -> None:
+        self._seconds = seconds
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        print(f"train {trainer.current_epoch * 8 + batch_idx}", flush=True)
+        time.sleep(self._seconds)
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        print("validation", flush=True)
+        time.sleep(self._seconds)
+
+
+class Job:
+    """A SLURM job of one or two ranks, with an ``scontrol`` that notes how it is called, and what is saved then."""
+
+    def __init__(self, tmp_path: Path, *, num_ranks: int = 1, scontrol: str = "exit 0") -> None:
+        self.num_ranks = num_ranks
+        self.directory = tmp_path
+        self.log = tmp_path / "scontrol.txt"
+        self.kept = tmp_path / "kept"
+        bin_directory = tmp_path / "bin"
+        bin_directory.mkdir()
+        lines = ["#!/bin/sh", f'echo "$@" >> {self.log}', f"cp -r {tmp_path}/autosaves {self.kept}", scontrol]
+        (bin_directory / "scontrol").write_text("\n".join(lines))
+        (bin_directory / "scontrol").chmod(0o755)
+        if scontrol == "missing":
+            (bin_directory / "scontrol").unlink()
+        self.environment = {
+            "PATH": f"{bin_directory}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NTASKS": str(num_ranks),
+            "SLURM_NTASKS_PER_NODE": str(num_ranks),
+            "SLURM_NNODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "localhost",
+        }
+
+    def start(
+        self,
+        *,
+        environment: Mapping[str, str] = {},
+        options: Mapping[str, Any] = {},
+        requeue_signal: signal.Signals | None = None,
+        auto_requeue: bool = True,
+        seconds: float = 0.05,
+        before: Callable[[], None] = lambda: None,
+        **arguments: Any,
+    ) -> RankProcesses:
+        """Start the job's processes."""
+
+        def main(rank: int) -> None:
+            os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(rank)
+            before()
+            plugin = SLURMEnvironment(auto_requeue=auto_requeue, requeue_signal=requeue_signal)
+            chosen = {"train_time_interval": timedelta(hours=1), **options}
+            callbacks = [FaultTolerance(dirpath=self.directory / "autosaves", **chosen), SlowBatches(seconds)]
+            fit = fit_net if self.num_ranks == 1 else rank_fit(self.num_ranks, **arguments)
+            extra = {"plugins": [plugin], **arguments} if self.num_ranks == 1 else {}
+            if self.num_ranks > 1:
+                fit = rank_fit(self.num_ranks, plugins=[plugin], **arguments)
+            trainer = fit(callbacks, self.directory, **extra)
+            print(f"has trained {trainer.global_step} steps", flush=True)
+
+        return RankProcesses(main, num_ranks=self.num_ranks, environment={**self.environment, **environment})
+
+    def assert_queued_again(self, number: str = "4711") -> None:
+        """Check that ``scontrol`` was called once, when a verified autosave of the stop was there."""
+        assert self.log.read_text().splitlines() == [f"requeue {number}"]
+        newest = sorted(self.kept.rglob("autosave-*.ckpt"))[-1]
+        checkpoint = load_file(str(newest))
+        assert checkpoint["lightning_faulttolerant"]["position"]["batch"] > 0
+        assert list(self.directory.rglob("hpc_ckpt*")) == []
+
+
+def start_and_signal(job: Job, signum: int, *ranks: int, **arguments: Any) -> list[Any]:
+    """Start a job, send a signal to some of its ranks in batch 3, and return how they ended."""
+    with job.start(**arguments) as processes:
+        processes.wait_for("train 3", *range(job.num_ranks))
+        processes.send(signum, *ranks)
+        return processes.wait(seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks"),
+    [(1, (0,)), pytest.param(2, (0, 1), marks=pytest.mark.slow), pytest.param(2, (1,), marks=pytest.mark.slow)],
+)
+def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """The job is saved at the boundary, then queued again by rank 0, once; started again, it goes on there."""
+    job = Job(tmp_path, num_ranks=num_ranks)
+    ended = start_and_signal(job, signal.SIGUSR1, *ranks)
+    assert [each.exit_code for each in ended] == [76] * num_ranks, ended[0].output
+    job.assert_queued_again()
+    with job.start(environment={"SLURM_RESTART_COUNT": "1"}) as processes:
+        again = processes.wait(seconds=30)
+    assert [each.exit_code for each in again] == [0] * num_ranks, again[0].output
+    assert "Resumed exactly" in again[0].output
+    assert "train 0\n" not in again[0].output
+    assert "has trained 16 steps" in again[0].output
+
+
+@pytest.mark.slow
+def test_task_of_an_array_is_queued_again_by_itself(tmp_path: Path) -> None:
+    """A task of a job array has the number of the array and its own."""
+    job = Job(tmp_path)
+    array = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}
+    [ended] = start_and_signal(job, signal.SIGUSR2, 0, environment=array, requeue_signal=signal.SIGUSR2)
+    assert ended.exit_code == 76
+    job.assert_queued_again("4700_11")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scontrol", "message"),
+    [
+        ("echo 'Invalid job id' >&2; exit 3", "scontrol requeue 4711 ended with 3: Invalid job id"),
+        ("missing", "there is no scontrol on the PATH"),
+    ],
+)
+def test_requeue_that_fails_is_said_loudly(scontrol: str, message: str, tmp_path: Path) -> None:
+    """The job is saved, the code is the signal's, and stderr says what to do."""
+    [ended] = start_and_signal(Job(tmp_path, scontrol=scontrol), signal.SIGUSR1, 0)
+    assert ended.exit_code == 128 + signal.SIGUSR1
+    assert "THE SLURM JOB IS NOT QUEUED AGAIN" in ended.output
+    assert message in ended.output
+    assert "submit the job again" in ended.output
+
+
+@pytest.mark.slow
+def test_termination_is_a_stop_without_a_requeue(tmp_path: Path) -> None:
+    """SIGTERM comes from scancel, or from a preemption after which SLURM queues the job again by itself."""
+    job = Job(tmp_path)
+    [ended] = start_and_signal(job, signal.SIGTERM, 0)
+    assert ended.exit_code == 143
+    assert not job.log.exists()
+    assert "go on before batch" in ended.output
+
+
+@pytest.mark.slow
+def test_handler_of_the_users_own_keeps_the_signal(tmp_path: Path) -> None:
+    """As with Lightning, nobody takes a requeue signal that the script handles itself."""
+    job = Job(tmp_path)
+
+    def before() -> None:
+        signal.signal(signal.SIGUSR1, lambda signum, frame: print("the user's own", flush=True))
+
+    [ended] = start_and_signal(job, signal.SIGUSR1, 0, before=before)
+    assert ended.exit_code == 0, ended.output
+    assert "the user's own" in ended.output
+    assert not job.log.exists()
+
+
+@pytest.mark.slow
+def test_grace_period_that_is_over_still_leads_to_a_requeue(tmp_path: Path) -> None:
+    """A batch that does not end keeps the job from being saved, not from being queued again."""
+    job = Job(tmp_path, num_ranks=2)
+    ended = start_and_signal(job, signal.SIGUSR1, 0, 1, options={"grace_seconds": 1.0}, seconds=0.5)
+    assert [each.exit_code for each in ended] == [76, 76]
+    assert job.log.read_text().splitlines() == ["requeue 4711"]
+
+
+# A deadline that is known in advance.
+
+
+@pytest.fixture
+def _short_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline_module, "RESERVE_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("_short_reserve")
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("auto_requeue", [True, False])
+def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_path: Path) -> None:
+    """Without any signal the job is saved before its time is over, and queued again if it is to be."""
+    job = Job(tmp_path, num_ranks=num_ranks)
+    end = int(time.time()) + 5
+    arguments = {"auto_requeue": auto_requeue, "max_epochs": 100}
+    with job.start(environment={"SLURM_JOB_END_TIME": str(end)}, **arguments) as processes:
+        ended = processes.wait(seconds=20)
+    assert time.time() < end
+    assert [each.exit_code for each in ended] == [76 if auto_requeue else 75] * num_ranks, ended[0].output
+    assert "Stopped by the deadline" in ended[0].output
+    if auto_requeue:
+        job.assert_queued_again()
+    else:
+        assert not job.log.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_short_reserve")
+def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
+    """A validation run that is longer than the time that is left is stopped inside."""
+    job = Job(tmp_path, num_ranks=2)
+    end = int(time.time()) + 6
+    arguments: dict[str, Any] = {"auto_requeue": False, "limit_train_batches": 2, "num_sanity_val_steps": 0}
+    with job.start(environment={"SLURM_JOB_END_TIME": str(end)}, seconds=0.9, **arguments) as processes:
+        processes.wait_for("validation", 0, 1)
+        ended = processes.wait(seconds=20)
+    assert time.time() < end + 0.5
+    assert [each.exit_code for each in ended] == [75, 75], ended[0].output
+
+
+@pytest.mark.slow
+def test_end_of_the_job_that_has_passed_is_not_minded(tmp_path: Path) -> None:
+    """A job that runs when its time is over has more, or the variable is of another job: a warning says so."""
+    job = Job(tmp_path)
+
+    def before() -> None:
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: print(message, flush=True)
+
+    with job.start(environment={"SLURM_JOB_END_TIME": "1000"}, seconds=0, before=before) as processes:
+        [ended] = processes.wait(seconds=20)
+    assert ended.exit_code == 0, ended.output
+    assert "SLURM_JOB_END_TIME says that this job's time was over" in ended.output
+
+
+@pytest.mark.slow
+def test_deadline_that_has_passed_when_the_fit_begins(tmp_path: Path) -> None:
+    """Nothing is trained: the run is saved at its first boundary, and ends with the deadline's code."""
+    job = Job(tmp_path)
+    options = {"deadline": datetime(2001, 1, 1)}
+    with job.start(options=options, auto_requeue=False, num_sanity_val_steps=0) as processes:
+        [ended] = processes.wait(seconds=20)
+    assert ended.exit_code == 75, ended.output
+    assert "Stopped by the deadline before batch 0 of epoch 0" in ended.output
+    assert "train 0" not in ended.output

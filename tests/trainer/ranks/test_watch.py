@@ -1,0 +1,157 @@
+"""The thread that looks on: what happens to one rank is known to all, and a process that can't end is ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.trainer.ranks import watch as watch_module
+from lightning_faulttolerant.trainer.ranks.agreement import STOP
+from lightning_faulttolerant.trainer.ranks.line import Hub, Spoke
+from lightning_faulttolerant.trainer.ranks.watch import Watch
+from lightning_faulttolerant.trainer.stop import StopSignals, signal_reason, stopped_by
+
+
+@dataclass
+class Pair:
+    """Two ranks in one process."""
+
+    stops: list[StopSignals]
+    watches: list[Watch]
+    ends: list[tuple[int, str]] = field(default_factory=list)
+
+    def look(self, times: int = 5) -> None:
+        """Let both look on."""
+        for _ in range(times):
+            for watch in self.watches:
+                watch.look()
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Return two connected ranks that have 0.2 seconds to end; their ends are noted."""
+    hub = Hub()
+    lines = [hub, Spoke(1, ("127.0.0.1", hub.port), hub.token)]
+    stops = [StopSignals([signal.SIGTERM], grace_seconds=60.0) for _ in lines]
+    watches = [
+        Watch(stop, rank=rank, num_ranks=2, line=line)
+        for rank, (stop, line) in enumerate(zip(stops, lines, strict=True))
+    ]
+    made = Pair(stops, watches)
+    monkeypatch.setattr(watch_module, "ENDS_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr(watch_module, "end_process", lambda code, why: made.ends.append((code, why)))
+    made.look()
+    yield made
+    for watch in made.watches:
+        watch.close()
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_stop_of_one_is_a_stop_of_both(asked: int, pair: Pair) -> None:
+    """Both ranks learn of it, with its reason, and of one boundary."""
+    for _ in range(3):
+        pair.watches[0].member.at_boundary()
+    pair.stops[asked].note(signal_reason(signal.SIGTERM))
+    pair.look(10)
+    assert [stop.requested for stop in pair.stops] == [signal_reason(signal.SIGTERM)] * 2
+    assert pair.watches[0].member.at_boundary() == STOP
+    assert [pair.watches[1].member.at_boundary() for _ in range(4)] == [None] * 3 + [STOP]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_failure_is_told_and_the_other_is_ended(failed: int, pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    """The traceback is printed at once; the other rank ends when its time is over."""
+    try:
+        raise ZeroDivisionError("of the user")
+    except ZeroDivisionError as error:
+        pair.watches[failed].fail(error)
+        pair.watches[failed].fail(error)
+    printed = capfd.readouterr().err
+    assert printed.count("Traceback") == 1
+    assert f"[rank {failed}] FaultTolerance: an exception has ended this rank" in printed
+    pair.look()
+    assert pair.ends == []
+    assert f"rank {failed} has failed: ZeroDivisionError('of the user')" in capfd.readouterr().err
+    assert pair.watches[1 - failed].member.lost is not None
+    time.sleep(0.25)
+    pair.watches[1 - failed].look()
+    [(code, why)] = pair.ends
+    assert code == 1
+    assert f"Rank {failed} has failed" in why
+
+
+def test_failure_is_told_even_if_the_rank_closes_at_once(pair: Pair) -> None:
+    """A rank that fails and leaves before its thread has looked again has told the other one."""
+    pair.watches[1].fail(ValueError("x"))
+    pair.watches[1].close()
+    time.sleep(0.05)
+    pair.watches[0].look()
+    assert pair.watches[0].failure is not None
+
+
+def test_rank_that_leaves_has_not_died(pair: Pair) -> None:
+    """The end of a fit is no death."""
+    pair.watches[1].close()
+    time.sleep(0.05)
+    pair.watches[0].look()
+    assert pair.watches[0].failure is None
+
+
+def test_all_failed_and_nobody_is_ended(pair: Pair) -> None:
+    """Where every rank has failed none waits for another: each ends in its own time."""
+    for watch in pair.watches:
+        watch.fail(ValueError("everywhere"))
+    pair.look()
+    time.sleep(0.25)
+    pair.look()
+    assert pair.ends == []
+
+
+def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
+    """Ranks that stop together don't mind who is gone first."""
+    for watch in pair.watches:
+        watch.end_together = True
+    pair.watches[1].fail(stopped_by(signal_reason(signal.SIGTERM), "here"))
+    pair.watches[1].close()
+    pair.look(1)
+    assert pair.watches[0].failure is None
+
+
+def test_stop_at_once_has_its_own_code(pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a second Ctrl-C on one rank the other one ends with the code of a Ctrl-C, and no traceback is shown."""
+    pair.watches[1].fail(TrainingStopped(130, "Stopped by SIGINT at once"))
+    pair.look()
+    time.sleep(0.25)
+    pair.watches[0].look()
+    assert pair.ends[0][0] == 130
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_rank_that_is_lost_when_the_time_is_over(pair: Pair) -> None:
+    """A collective that breaks when the grace period has ended another rank ends this one, for that reason."""
+    pair.stops[0].note(signal_reason(signal.SIGTERM), 0.5)
+    pair.watches[0].fail(RuntimeError("Connection closed by peer"))
+    assert pair.ends[0][0] == 143
+
+
+def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    """Who looks on goes on looking."""
+    watch = Watch(StopSignals([], grace_seconds=1.0))
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(1)
+        raise ValueError("once")
+
+    watch.looks.append(look)
+    watch.start()
+    time.sleep(0.35)
+    watch.close()
+    assert len(seen) > 1
+    assert "has met an error" in caplog.text
