@@ -12,11 +12,13 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import overhead, parts, report, resume, save, size
+from benchmarks import gather, overhead, parts, report, resume, save, size
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
     "overhead": overhead.main,
+    "ranks": lambda arguments: overhead.main(["--ranks", "2", *arguments]),
+    "gather": gather.main,
     "parts": parts.main,
     "resume": resume.main,
     "save": save.main,

@@ -43,6 +43,14 @@ def _machine(figures: Figures) -> str:
 
 
 def _overhead(figures: Figures) -> str:
+    return _ratios(figures["overhead"])
+
+
+def _ranks(figures: Figures) -> str:
+    return _ratios(figures["ranks"])
+
+
+def _ratios(measured: Figures) -> str:
     rows = [
         [
             name,
@@ -53,7 +61,7 @@ def _overhead(figures: Figures) -> str:
             f"x{found['with, all steps']['ratio']:.3f}",
             "" if found["target"] is None else f"x{found['target']:.2f}",
         ]
-        for name, found in figures["overhead"]["cases"].items()
+        for name, found in measured["cases"].items()
     ]
     return _table(["", "a step", "empty callback", "`FaultTolerance`", "90 %", "all steps", "at most"], rows)
 
@@ -100,6 +108,54 @@ def _size(figures: Figures) -> str:
     return _table(["workers", "our part", "at most", "to write it"], rows)
 
 
+def _gather(figures: Figures) -> str:
+    cases = figures["gather"]["cases"]
+    rows = [
+        [
+            ranks,
+            *(f"{of['ranks'][ranks]['part_bytes'] / 1e6:.1f} MB" for of in cases.values()),
+            *(
+                _duration(found[f"{key}_s"])
+                for found in [cases[_WORST]["ranks"][ranks]]
+                for key in ("network", "unpickle", "check", "write", "save", "read")
+            ),
+        ]
+        for ranks in cases[_WORST]["ranks"]
+    ]
+    head = ["ranks", *(f"our part, {name}" for name in cases)]
+    return _table([*head, "network", "unpickle", "check", "write", "**a save**", "read"], rows)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _exchange(figures: Figures) -> str:
+    rows = [
+        [
+            ranks,
+            f"{found['connect_s'] * 1e3:.0f} ms",
+            str(found["descriptors"]),
+            f"{found['s'] * 1e3:.1f} ms",
+            f"{found['processor_s'] * 1e3:.1f} ms",
+        ]
+        for ranks, found in figures["gather"]["exchanged"].items()
+    ]
+    return _table(["processes", "to connect", "descriptors each", "an exchange", "of rank 0's processor"], rows)
+
+
+def _pieces(figures: Figures) -> str:
+    found = figures["gather"]
+    rows = [
+        *([f"a rank's state, {name}: taken", f"{of['state_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
+        *([f"a rank's state, {name}: packed", f"{of['pack_s'] * 1e3:.1f} ms"] for name, of in found["cases"].items()),
+        ["rank 0's processor, for each rank that tells it something", f"{found['each_s'] * 1e3:.2f} ms"],
+        ["assumed: network of rank 0", f"{found['bytes_per_second'] / 1e9:.2f} GB/s"],
+        ["assumed: from one rank to the next", f"{found['hop_s'] * 1e6:.0f} µs"],
+    ]
+    return _table(["", ""], rows)
+
+
 def _stalls(figures: Figures) -> str:
     def cell(found: Figures) -> str:
         ratio = "" if found["ratio"] == 1 else f", **x{found['ratio']:.2f}**"
@@ -142,8 +198,13 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "ranges": _stall_ranges,
     "memory": _memory,
     "size": _size,
+    "ranks": _ranks,
+    "gather": _gather,
+    "exchange": _exchange,
+    "pieces": _pieces,
 }
-PARTS = ("overhead", "parts", "resume", "save", "size")
+_WORST = "each with a seed of its own"
+PARTS = ("overhead", "ranks", "gather", "parts", "resume", "save", "size")
 
 
 def draw(path: Path, figures: Figures) -> None:

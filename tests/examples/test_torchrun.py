@@ -1,0 +1,55 @@
+"""The example for torchrun does what its first lines say."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).parents[2] / "examples" / "torchrun" / "train.py"
+
+
+def run(directory: Path, *arguments: str) -> str:
+    """Run the example in two processes; return what it printed."""
+    directory.mkdir()
+    # One thread: two that wait for each other take a hundred times as long where other tests have the cores.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    torchrun = subprocess.Popen(
+        [*command, str(TRAIN), *arguments],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = torchrun.communicate(timeout=140)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(torchrun.pid, signal.SIGKILL)
+    assert torchrun.returncode == 0, output
+    return output
+
+
+def weights(output: str) -> str:
+    """Return the digest of the trained weights."""
+    [found] = re.findall(r"^weights (\w{16})$", output, flags=re.MULTILINE)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_rank_is_killed_and_all_go_on(tmp_path: Path) -> None:
+    """Torchrun starts all again, they go on from one autosave, and the trained weights are the uninterrupted run's."""
+    expected = weights(run(tmp_path / "whole"))
+    output = run(tmp_path / "killed", "--kill-rank", "0")
+    assert output.count("Resumed exactly before batch 2 of epoch 2") == 1
+    assert weights(output) == expected
