@@ -67,11 +67,11 @@ def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Give optimizers without a state a place for one parameter's: Lightning looks at the first of a file, unasked."""
+    """Give optimizers without a state an empty one for each parameter: a file without them would not load again."""
     if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
         for state in checkpoint["optimizer_states"]:
             if state.get("state") == {}:
-                state["state"] = {state["param_groups"][0]["params"][0]: {}}
+                state["state"] = {name: {} for group in state["param_groups"] for name in group["params"]}
 
 
 def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:
