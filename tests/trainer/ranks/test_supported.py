@@ -100,7 +100,8 @@ def test_table_says_what_the_code_does() -> None:
 
 def test_each_registered_strategy_is_in_the_table() -> None:
     """Each name that Trainer(strategy=...) knows must belong to a class of the table."""
-    kinds = {StrategyRegistry[name]["strategy"] for name in StrategyRegistry.available_strategies()}
+    found = (StrategyRegistry[name]["strategy"] for name in StrategyRegistry.available_strategies())
+    kinds = {kind for kind in found if "_graveyard" not in kind.__module__}  # those that Lightning has given up
     assert {DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy} <= kinds
     assert kinds <= {*SUPPORTED, *REFUSED}
     assert ModelParallelStrategy in SUPPORTED
