@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_faulttolerant.testing.exactness import Runs
-from lightning_faulttolerant.testing.traces import compare
+from lightning_faulttolerant.testing.traces import Outcome, compare
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.runs import Net, fit_net
@@ -87,6 +87,7 @@ def assert_goes_on_from(
     module: Callable[[], LightningModule] = Net,
     train: Callable[[], Any] | None = None,
     validation: Callable[[], Any] | None = None,
+    num_ranks: int = 1,
     **arguments: Any,
 ) -> None:
     """Hold a fit of what the callables make to the law, resumed from the checkpoint that one saves in `hook`."""
@@ -106,18 +107,23 @@ def assert_goes_on_from(
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         # Captures as often as it takes; a first save by an unforeseen way would have none otherwise.
-        runs = Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 120.0)
+        runs = Runs(fit, root, {"every_n_train_steps": 1000, "overhead_budget": 1.0}, 60.0, num_ranks=num_ranks)
         reference = runs.start("uninterrupted", [], seed=1, with_callback=False)
         assert reference.exit_code == 0, reference.output
         saved = runs.start("saved", [], seed=1, with_callback=True)
         assert saved.exit_code == 0, saved.output
-        compare([reference.events], [saved.events], "the run with the callback")
+        compare(_events(reference), _events(saved), "the run with the callback")
         assert (root / "saved" / NAME).exists(), saved.output
         (root / "resumed").mkdir()
         (root / "resumed" / _FROM).write_text(str(root / "saved" / NAME))
         resumed = runs.start("resumed", [], seed=99, with_callback=True)
         assert resumed.exit_code == 0, resumed.output
-        compare([_behind(reference.events, hook)], [_unmarked(resumed.events)], f"the run that goes on from {hook}")
+        expected = [_behind(events, hook) for events in _events(reference)]
+        compare(expected, [_unmarked(events) for events in _events(resumed)], f"the run that goes on from {hook}")
+
+
+def _events(outcome: Outcome) -> list[list[dict[str, Any]]]:
+    return [trace.events for trace in outcome.traces]
 
 
 def _behind(events: list[dict[str, Any]], hook: str) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class Beginning:
     def _open(self) -> None:
         options = self._options
         dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path("fault_tolerance")
-        self._run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ))
+        self._run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ), options.script)
         self.series = self._run.begin_fit(keep_last=options.keep_last)
 
     def connect(self) -> None:
@@ -165,6 +165,12 @@ class Beginning:
         """Note that the fit came to its end."""
         if self._run is not None:
             self._run.end_fit()
+
+    def close(self) -> None:
+        """Give back the connections, and the directory if this process was made for the fit. May be called twice."""
+        self.ranks.close()
+        if self._run is not None:
+            self._run.leave()
 
 
 def _picklable(error: Exception) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -85,6 +86,8 @@ class FaultTolerance(Callback):
             strict=strict,
             worker_rng=worker_rng,
         )
+        self._options.script.num_callbacks += 1
+        self._number = self._options.script.num_callbacks
         self._log: Any = None
         self._session: Session | None = None
         self._last_report: ResumeReport | None = None
@@ -93,7 +96,9 @@ class FaultTolerance(Callback):
     @property
     def resume_report(self) -> ResumeReport | None:
         """What the last ``fit`` restored, or ``None`` if it started from the beginning."""
-        return self._session.report if self._session is not None else self._last_report
+        if self._session is not None:
+            return self._session.report
+        return self._last_report or ResumeReport.load(self._options.script.report(self._number))
 
     @property
     def log(self) -> Any:
@@ -148,15 +153,20 @@ class FaultTolerance(Callback):
         """Save what can be saved, and leave nothing of ours behind."""
         if self._session is not None and not self._is_of_another(trainer):
             session, self._session = self._session, None
-            self._last_report = session.report
+            self._keep_report(session)
             session.interrupt(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Mark the fit as finished, and leave nothing of ours behind."""
         if self._session is not None and stage == "fit" and not self._is_of_another(trainer):
             session, self._session = self._session, None
-            self._last_report = session.report
+            self._keep_report(session)
             session.finish()
+
+    def _keep_report(self, session: Session) -> None:
+        report = self._last_report = session.report
+        if self._options.script.is_elsewhere and session.trainer.is_global_zero:
+            self._options.script.tell_report(self._number, None if report is None else asdict(report))
 
     def _is_of_another(self, trainer: Trainer) -> bool:
         """Return whether the fit that is followed is one in whose hooks `trainer` was given this very callback."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import PurePath
 
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
-from lightning_faulttolerant.trainer.run import check_run_id
+from lightning_faulttolerant.trainer.launched import Script
+from lightning_faulttolerant.trainer.run import check_run_id, this_process
 
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
@@ -33,6 +34,8 @@ class Options:
     strict: bool
     worker_rng: str = "capture"
     async_save: bool = False
+    script: Script = field(default_factory=this_process)
+    """The process in which the callback was made: Lightning may run the fit in others."""
 
     def __post_init__(self) -> None:
         if self.run_id is not None:

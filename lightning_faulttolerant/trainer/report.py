@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,14 @@ class ResumeReport:
     def is_exact(self) -> bool:
         """Return whether everything goes on exactly."""
         return not self.not_exact
+
+    @classmethod
+    def load(cls, fields: Mapping[str, Any] | None) -> ResumeReport | None:
+        """Return the report that a process has told another one, whose lists are tuples again."""
+        if fields is None:
+            return None
+        own: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in fields.items()}
+        return cls(**own)
 
     def __str__(self) -> str:
         verdict = "exactly" if self.is_exact else "NOT EXACTLY"

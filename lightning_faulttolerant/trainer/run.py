@@ -19,6 +19,7 @@ from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.trainer.launched import Script, this_script
 
 _log = logging.getLogger(__name__)
 
@@ -61,31 +62,46 @@ def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
 
 
 class Run:
-    """One run's directory, here or in an object store, held against other processes until this one ends."""
+    """One run's directory, here or in an object store, held against other processes until this one ends.
 
-    def __init__(self, directory: str) -> None:
+    Args:
+        directory: Where its autosaves are.
+        script: The process whose run it is: this one, or one that has made this one for a fit.
+    """
+
+    def __init__(self, directory: str, script: Script) -> None:
         self.directory = directory
         self.num_fits = 0
         self.num_open = 0
         """Fits that have not come to their end: one that is left by an exception never does."""
         self.process_id = os.getpid()
+        self._script = script
         self._has_ended = False
         self._store = open_store(directory)
         self._lock = open_lock(directory)
         self._store.listing()  # before the lock: stores say more of what is wrong with a listing
+        self._is_held_by_script = script.is_elsewhere and directory in script.held
+        if self._is_held_by_script:
+            return  # by its process, which waits for this one
         self._lock.acquire()
         try:
             self._store.abort_uploads()
         except BaseException:
             self._lock.release()
             raise
-        call_at_end(self._end, is_remote=is_url(directory))
+        if not script.is_elsewhere:
+            script.held[directory] = 0
 
     def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
-        """Return the autosaves of the next fit of this process."""
-        self.num_fits += 1
+        """Return the autosaves of the script's next fit."""
+        self.num_fits = self._script.num_fits(self.directory) + 1
         self.num_open += 1
-        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=self._lock.check)
+        if self._script.is_elsewhere:
+            self._script.begin_fit(self.directory, self.num_fits)
+        else:
+            self._script.held[self.directory] = self.num_fits
+        check = _is_held if self._is_held_by_script else self._lock.check
+        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=check)
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
@@ -95,14 +111,25 @@ class Run:
     def end_fit(self) -> None:
         """Note that a fit came to its end."""
         self.num_open -= 1
+        if self._script.is_elsewhere:
+            self._script.end_fit(self.directory)
 
-    def _end(self) -> None:
+    def leave(self) -> None:
+        """Give the directory back, in a process that was made for one fit: nothing is called when such a one ends."""
+        if self._script.is_elsewhere:
+            if not self._is_held_by_script:
+                self._lock.release()
+            _runs.pop(self.directory, None)
+
+    def end(self) -> None:
+        """Remove the autosaves if all went well, and let other processes in. May be called twice."""
         if os.getpid() != self.process_id or self._has_ended:
             return
         self._has_ended = True
         # The interpreter sets these for an exception that nobody caught.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        ended_well = self.num_open == 0 and uncaught is None
+        num_open = self.num_open + self._script.num_open(self.directory)
+        ended_well = num_open == 0 and uncaught is None
         try:
             if ended_well:
                 self.remove()
@@ -133,6 +160,10 @@ class Run:
             _log.debug("%s stays: %s", self.directory, error)
 
 
+def _is_held() -> None:
+    """Do nothing: the script's process would be the one to find out."""
+
+
 def _number(name: str) -> int:
     number = name.removeprefix("fit-")
     return int(number) if number.isdecimal() else 0
@@ -141,8 +172,33 @@ def _number(name: str) -> int:
 _runs: dict[str, Run] = {}
 
 
-def open_run(dirpath: str | os.PathLike[str], run_id: str) -> Run:
+def _end_script(script: Script) -> None:
+    """End the runs whose fits were all in other processes, as those of this one are ended."""
+    for directory in script.directories():
+        _end_run(directory, script)
+
+
+def _end_run(directory: str, script: Script) -> None:
+    try:
+        run = _runs.get(directory) or Run(directory, script)
+    except (OSError, CheckpointError) as error:
+        _log.warning("The autosaves of this run, which is done, stay in %s: %s", directory, error)
+    else:
+        run.end()
+
+
+def this_process() -> Script:
+    """Return this process, as the one in which a callback is made."""
+    return this_script(_end_script)
+
+
+def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> Run:
     """Return this process's run of that name, locked against other processes.
+
+    Args:
+        dirpath: Where the runs are.
+        run_id: Which.
+        script: The process in which the callback was made; this one by default.
 
     Raises:
         RunInUseError: If another process has it.
@@ -153,11 +209,13 @@ def open_run(dirpath: str | os.PathLike[str], run_id: str) -> Run:
     run = _runs.get(directory)
     if run is None or run.process_id != os.getpid():
         try:
-            run = _runs[directory] = Run(directory)
+            run = _runs[directory] = Run(directory, script or this_process())
         except OSError as error:
             raise CheckpointError(
                 f"The autosaves of this run can't be written to {directory}: {error}. Nothing could be resumed."
                 f" {_REMOTE_ADVICE if is_url(directory) else ''}"
                 "Pass FaultTolerance(dirpath=...) a directory that can be written."
             ) from error
+        if script is None or not script.is_elsewhere:
+            call_at_end(run.end, is_remote=is_url(directory))
     return run

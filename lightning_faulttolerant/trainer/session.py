@@ -140,7 +140,7 @@ class Session:
         self._files.put_back()
         if self.autosaver is not None:
             self.autosaver.close()
-        self._beginning.ranks.close()
+        self._beginning.close()
         self._boundary = self.autosaver = self._run_state = None
 
     # What the seams do.

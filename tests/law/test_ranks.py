@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from tests.rank_runs import assert_ranks_go_on, for_ranks, shuffled
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from lightning_faulttolerant.state.blobs import unpack_blobs
+from lightning_faulttolerant.testing import KillAt, NotTheSame
+from lightning_faulttolerant.trainer import resume
+from lightning_faulttolerant.trainer.ranks.gather import state_of
+from tests.rank_runs import RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, HoldingDataset, NoisyDataset, make_trainer
 
 pytestmark = for_ranks
 
@@ -16,3 +30,177 @@ pytestmark = for_ranks
 def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
     """With one rank killed, both go on exactly where they were."""
     assert_ranks_go_on(cut, rank=rank, train=lambda: shuffled(num_workers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "cut", "rank"),
+    [(0, LATER_EPOCH, 2), (2, FIRST_EPOCH, None)],
+    ids=["one-is-killed", "all-are-killed"],
+)
+def test_three_ranks_go_on(num_workers: int, cut: Cut, rank: int | None) -> None:
+    """So do three, of which one or all are killed."""
+    assert_ranks_go_on(cut, rank=rank, num_ranks=3, train=lambda: shuffled(num_workers, num_ranks=3))
+
+
+@pytest.mark.slow
+def test_broken_again_and_again() -> None:
+    """So does a run that is killed on one rank after the other, inside a batch, behind one and in validation."""
+    faults = [
+        KillAt(2, rank=1),
+        KillAt(1, hook="end", rank=0),
+        KillAt(4, hook="validation", rank=1),
+        [KillAt(1, rank=0), KillAt(1, rank=1)],
+    ]
+    costs = assert_ranks_resume(rank_fit(2), faults)
+    assert len(costs) == 4
+
+
+# What each rank has of its own.
+
+
+def of_first_rank(part: str | None) -> Any:
+    """Return a `state_of` that gives each rank a part of the state, or all of it, of rank 0."""
+
+    def state(saved: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        first = unpack_blobs(saved["ranks"][0])
+        return first if part is None else {**state_of(saved, rank, checkpoint), part: first[part]}
+
+    return state
+
+
+class OwnBuffers(RankNet):
+    """Keeps a buffer that no forward pass of DDP's synchronises: its own loss, which its next one depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.last = loss.detach()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        None,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rng", "held", "loaders", "metrics", "results")),
+    ],
+)
+def test_state_of_rank_0_is_not_the_same(part: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose ranks are all given what rank 0 had, of one part or of all, is another one."""
+    monkeypatch.setattr(resume, "state_of", of_first_rank(part))
+    with pytest.raises(NotTheSame, match=r"of the interrupted run|A restart began"):
+        assert_ranks_go_on(FIRST_EPOCH, rank=0, train=lambda: DataLoader(HoldingByRank(), batch_size=4, shuffle=True))
+
+
+class HoldingByRank(HoldingDataset):
+    """Draws from its own generators the more the higher the rank is."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+
+    def __getitem__(self, index: int) -> Tensor:
+        for _ in range(torch.distributed.get_rank()):
+            self.python.gauss(0, 1), self.numpy.normal(), self.legacy.randn(), torch.randn(1, generator=self.torch)
+        return super().__getitem__(index)
+
+
+@pytest.mark.slow
+def test_windows_of_three_batches() -> None:
+    """With accumulation and workers, norms of their own and a buffer that nobody synchronises, they go on exactly."""
+    cut = Cut(kill=13, every=1, goes_on_at=(1, 3))
+    assert_ranks_go_on(
+        cut, accumulate_grad_batches=3, train=lambda: shuffled(2), module=OwnBuffers, limit_val_batches=0
+    )
+
+
+# Data that differ from rank to rank.
+
+
+class OwnRows(NoisyDataset):
+    """As many rows as the rank has: 32 on rank 0, 40 on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(32 + 8 * torch.distributed.get_rank())
+        self.rows += torch.distributed.get_rank()
+
+
+class OwnOrder(Sampler[list[int]]):
+    """Batches that are larger on rank 1, in an order that Python's generator makes, of which rank 1 has drawn more."""
+
+    def __init__(self, data: Dataset[Any]) -> None:
+        self.length = len(data)  # type: ignore[arg-type]
+        self.size = 3 + torch.distributed.get_rank()
+
+    def __len__(self) -> int:
+        return self.length // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = random.sample(range(self.length), self.length)
+        return (order[i * self.size : (i + 1) * self.size] for i in range(len(self)))
+
+
+class Shards(IterableDataset[Tensor]):
+    """Every rank and each of its workers reads lines of its own."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = torch.utils.data.get_worker_info()
+        number, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        num_ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        for line in range(rank * num_workers + number, 64, num_ranks * num_workers):
+            yield torch.full((4,), float(line)) / 64 + 0.1 * torch.randn(4)
+
+
+class OwnData(RankNet):
+    """Makes its loader when the ranks are known, on each rank another one."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = OwnRows()
+        return DataLoader(data, batch_sampler=OwnOrder(data), num_workers=2)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(OwnRows(), batch_size=4)
+
+
+class OwnShards(RankNet):
+    """Streams."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Shards(), batch_size=4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Shards(), batch_size=4, num_workers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [OwnData, OwnShards])
+@pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH], ids=["first", "later"])
+def test_each_rank_has_its_own_data(module: type[LightningModule], cut: Cut) -> None:
+    """Data sets, samplers, batch sizes and streams may differ from rank to rank."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Any:
+        trainer = make_trainer(
+            callbacks,
+            directory,
+            devices=2,
+            strategy="ddp",
+            use_distributed_sampler=False,
+            limit_train_batches=8,
+            limit_val_batches=2,
+        )
+        trainer.fit(module())
+        return trainer
+
+    [cost] = assert_ranks_resume(fit, [KillAt(cut.kill, rank=1)], every=cut.every)
+    assert (cost.epoch, cost.batch) == cut.goes_on_at
+
+
+@pytest.mark.slow
+def test_callbacks_of_each_rank() -> None:
+    """An EarlyStopping that watches what each rank has for itself knows what it knew."""
+    assert_ranks_go_on(
+        LATER_EPOCH, rank=0, users=lambda: [EarlyStopping("val_loss", patience=5), EarlyStopping("synced_val_loss")]
+    )

@@ -1,0 +1,128 @@
+"""Fits that Lightning runs in processes of their own, made anew for each (``ddp_spawn``, ``ddp_fork``).
+
+The script's process, in which the callback was made, only waits for them. It alone knows how many fits there were and
+whether the script has ended well; its children tell it in a file that only they know of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.process_end import call_at_end
+
+
+@dataclass(slots=True)
+class Script:
+    """The process in which a callback was made. It travels to the processes that Lightning makes.
+
+    Args:
+        process_id: Of that process.
+        token: Names its file.
+        held: The directories of the runs that it holds itself, with the number of their fits.
+        num_callbacks: How many callbacks were made.
+    """
+
+    process_id: int
+    token: str
+    held: dict[str, int] = field(default_factory=dict)
+    num_callbacks: int = 0
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is another process than this one."""
+        return self.process_id != os.getpid()
+
+    def num_fits(self, directory: str) -> int:
+        """Return how many fits of a run there were, in this process and in those that it has made."""
+        return max(self.held.get(directory, 0), self._of_run(directory)["begun"])
+
+    def num_open(self, directory: str) -> int:
+        """Return how many fits of a run have begun in other processes and not come to their end."""
+        return self._of_run(directory)["open"]
+
+    def begin_fit(self, directory: str, number: int) -> None:
+        """Note, in another process, that a fit begins."""
+        self._note(directory, begun=number, more_open=1)
+
+    def end_fit(self, directory: str) -> None:
+        """Note, in another process, that a fit came to its end."""
+        self._note(directory, begun=0, more_open=-1)
+
+    def directories(self) -> list[str]:
+        """Return the runs that had fits in other processes."""
+        return list(self._read().get("runs", {}))
+
+    def tell_report(self, number: int, report: dict[str, Any] | None) -> None:
+        """Note, in another process, what the fit of the callback with this number resumed from."""
+        content = self._read()
+        self._write({**content, "reports": {**content.get("reports", {}), str(number): report}})
+
+    def report(self, number: int) -> dict[str, Any] | None:
+        """Return what was noted last of that callback."""
+        found: dict[str, Any] | None = self._read().get("reports", {}).get(str(number))
+        return found
+
+    def forget(self) -> None:
+        """Remove the file."""
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{self.token}.json")
+
+    def _of_run(self, directory: str) -> dict[str, int]:
+        found: dict[str, int] = self._read().get("runs", {}).get(directory, {"begun": 0, "open": 0})
+        return found
+
+    def _note(self, directory: str, *, begun: int, more_open: int) -> None:
+        content, run = self._read(), self._of_run(directory)
+        noted = {"begun": max(begun, run["begun"]), "open": run["open"] + more_open}
+        self._write({**content, "runs": {**content.get("runs", {}), directory: noted}})
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                content: dict[str, Any] = json.load(file)
+        except FileNotFoundError:
+            return {}
+        return content
+
+    def _write(self, content: dict[str, Any]) -> None:
+        # Read again after a kill at any moment, by nobody else at the same time: the script waits for its children.
+        temporary = f"{self._path}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(temporary, self._path)
+
+
+_scripts: list[Script] = []
+
+
+def this_script(at_end: Callable[[Script], None]) -> Script:
+    """Return this process.
+
+    Args:
+        at_end: Called when it ends, if Lightning has made processes for it.
+    """
+    if not _scripts or _scripts[-1].is_elsewhere:
+        script = Script(os.getpid(), uuid.uuid4().hex)
+        _scripts[:] = [script]
+        call_at_end(lambda: _end(script, at_end), is_remote=True)  # it may be, and that is found out too late
+    return _scripts[-1]
+
+
+def _end(script: Script, at_end: Callable[[Script], None]) -> None:
+    if script.is_elsewhere or not script.directories():
+        return
+    try:
+        at_end(script)
+    finally:
+        script.forget()

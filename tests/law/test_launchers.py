@@ -1,0 +1,119 @@
+"""However the ranks are started, a run that is killed goes on exactly: by Lightning's launchers, and by torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.testing.processes import run_ranks
+from tests.launched import NUM_RANKS, assert_same, train
+from tests.processes import Ended, run
+from tests.rank_runs import for_ranks
+
+pytestmark = for_ranks
+ROOT = Path(__file__).parents[2]
+SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where a script of two fits, which is neither protected nor interrupted, left what it did."""
+    directory = tmp_path_factory.mktemp("whole")
+    outputs = [directory / f"{rank}.txt" for rank in range(NUM_RANKS)]
+    exit_code = run_ranks(
+        lambda rank: train(directory, protected=False, num_fits=2), outputs=outputs, seed=1, timeout_seconds=SECONDS
+    )
+    assert exit_code == 0, [output.read_text() for output in outputs]
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return where the script that is killed works."""
+    found = tmp_path / "killed"
+    found.mkdir()
+    return found
+
+
+def forked(directory: Path, **arguments: Any) -> Ended:
+    """Run the script, whose ranks Lightning forks, and what Python does at its end."""
+    return run(lambda: print(train(directory, strategy="ddp_fork", **arguments)[-1].resume_report))
+
+
+def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
+    """Under ddp_fork the second fit, of which a rank is killed, goes on exactly; nothing is left behind."""
+    assert forked(directory, kill_fit=1, num_fits=2).exit_code == 1
+    assert_same(whole, directory, fit=0, num_processes=1)
+    ended = forked(directory, num_fits=2, seed=7)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly" in ended.output, ended.output
+    assert_same(whole, directory, fit=1)
+    assert not list((directory / "autosaves").iterdir())
+
+
+def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) -> tuple[int, str]:
+    """Run the script by a command, with what a shell would give it; return its exit code and what it printed."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))},
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        # Without it torchrun's own store keeps the addresses of the ranks that have died: pytorch issue 135712.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            *launcher,
+            str(ROOT / "tests/launched.py"),
+            json.dumps({"directory": str(directory), **arguments}),
+        ],
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # each process of a command imports everything
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -> None:
+    """So it is under ``python train.py``, whose ranks Lightning starts as commands, or spawns."""
+    exit_code, output = command(directory, strategy=strategy, kill_fit=0)
+    assert exit_code != 0, output
+    exit_code, output = command(directory, strategy=strategy, seed=7)
+    assert exit_code == 0, output
+    assert "Resumed exactly" in output
+    assert_same(whole, directory)
+    assert not list((directory / "autosaves").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # each process of a command imports everything
+def test_torchrun_starts_again(whole: Path, directory: Path) -> None:
+    """Under torchrun a rank is killed by SIGKILL: torchrun starts all ranks again, and they go on exactly."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
+    exit_code, output = command(directory, launcher=torchrun, kill_fit=0, num_workers=2)
+    assert exit_code == 0, output
+    assert "Resumed exactly" in output
+    assert (directory / "killed").exists()
+    assert_same(whole, directory)
+    assert not list((directory / "autosaves").iterdir())

@@ -1,0 +1,74 @@
+"""Several ranks: a checkpoint that somebody else asks for inside a hook holds the state of each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.testing import NotTheSame
+from lightning_faulttolerant.trainer import resume
+from tests.hook_saves import assert_goes_on_from, saver, saving_module
+from tests.law.test_ranks import of_first_rank
+from tests.rank_runs import RankNet, for_ranks, shuffled
+from tests.runs import NoisyDataset
+
+pytestmark = for_ranks
+# Which call of the hook saves: in the first epoch, which has 8 batches and 2 of validation.
+CALLS = {
+    "on_train_batch_start": 3,
+    "on_train_batch_end": 3,
+    "on_train_epoch_end": 0,
+    "on_validation_start": 0,
+    "on_validation_batch_end": 1,
+    "on_validation_end": 0,
+}
+
+
+def assert_ranks_go_on_from(hook: str, at: int, *, module: type[LightningModule] = RankNet, **arguments: Any) -> None:
+    """Hold two ranks to the law, resumed from a checkpoint that a callback saves in the `at`-th call of `hook`."""
+    assert_goes_on_from(
+        hook,
+        users=lambda: [saver(hook, at)],
+        module=module,
+        num_ranks=2,
+        train=lambda: shuffled(2 if hook == "on_train_batch_end" else 0),
+        validation=lambda: DataLoader(NoisyDataset(16), batch_size=4),
+        devices=2,
+        strategy="ddp",
+        **arguments,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", CALLS)
+def test_saved_in_a_hook(hook: str) -> None:
+    """Resumed from a checkpoint of a callback's hook, each rank goes on exactly."""
+    assert_ranks_go_on_from(hook, CALLS[hook])
+
+
+@pytest.mark.slow
+def test_saved_by_the_module() -> None:
+    """So it does from one that the module asks for in its training step."""
+    assert_goes_on_from(
+        "training_step",
+        module=lambda: saving_module("training_step", 3, RankNet),
+        num_ranks=2,
+        train=shuffled,
+        devices=2,
+        strategy="ddp",
+    )
+
+
+def test_saved_in_a_window() -> None:
+    """So it does from one inside an accumulation window: each rank has gradients of its own."""
+    assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
+
+
+def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rank 0's gradients on all ranks it does not."""
+    monkeypatch.setattr(resume, "state_of", of_first_rank("gradients"))
+    with pytest.raises(NotTheSame, match="the run that goes on from"):
+        assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
