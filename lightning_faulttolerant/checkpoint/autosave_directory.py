@@ -21,9 +21,6 @@ from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
 from lightning_faulttolerant.errors import DamagedCheckpointError
 
-METADATA_NAME = "meta.pt"
-"""The file in it that ``torch.save`` has written: all that is not in shards. The name is Lightning's."""
-
 
 def begin(path: str | os.PathLike[str]) -> str:
     """Make an empty directory that is to become the autosave `path`.

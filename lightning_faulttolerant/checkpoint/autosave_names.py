@@ -11,3 +11,6 @@ AUTOSAVE_NAME = re.compile(
 
 SUPERSEDED_NAME = re.compile(r"superseded-(?P<number>\d{4,})-.+")
 """A directory of autosaves that a run has left for another checkpoint."""
+
+METADATA_NAME = "meta.pt"
+"""In an autosave that is a directory of shards, the file with all that is in none. The name is Lightning's."""

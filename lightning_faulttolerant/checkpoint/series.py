@@ -23,7 +23,7 @@ from lightning_faulttolerant.checkpoint.atomic_file import (
     leftovers,
     target_name,
 )
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.manifest import FileEntry
 from lightning_faulttolerant.checkpoint.store import Store, is_url, open_store
 from lightning_faulttolerant.checkpoint.stores.listing import Listing
@@ -110,7 +110,7 @@ class AutosaveSeries:
             ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
         self._sound.add(name)
-        self._prune([*self._autosaves(listing), name])
+        self._prune([*_autosaves(self.store, listing), name])
         return path
 
     def begin_directory(self, *, epoch: int, batch: int) -> str:
@@ -154,10 +154,10 @@ class AutosaveSeries:
         """
         name = autosave_directory.target_of(directory)
         self.check()
-        verify_file(os.path.join(directory, autosave_directory.METADATA_NAME))
+        verify_file(os.path.join(directory, METADATA_NAME))
         autosave_directory.commit(directory, self.store.path(name), files)
         self._sound.add(name)
-        self._prune(self._autosaves(self.store.listing()))
+        self._prune(_autosaves(self.store, self.store.listing()))
         return self.store.path(name)
 
     def drop_directory(self, directory: str) -> None:
@@ -208,7 +208,7 @@ class AutosaveSeries:
         Returns:
             Their paths or URLs, oldest first.
         """
-        return [self.store.path(name) for name in self._autosaves(self.store.listing())]
+        return [self.store.path(name) for name in _autosaves(self.store, self.store.listing())]
 
     def set_aside(self, label: str) -> str | None:
         """Move all autosaves into a subdirectory, so that the next run starts without them.
@@ -226,7 +226,7 @@ class AutosaveSeries:
         if _LABEL.fullmatch(label) is None:
             raise ValueError(f"The label {label!r} can't be part of a name. Use letters, digits and any of _.=+-")
         listing = self.store.listing()
-        names = self._in_order_of_leaving(listing)
+        names = _in_order_of_leaving(self.store, listing)
         if not names:
             return None
         self.check()
@@ -277,7 +277,7 @@ class AutosaveSeries:
     def _first_sound(self, read: Callable[[str], _Content]) -> tuple[str, _Content] | None:
         damages: dict[str, DamagedCheckpointError] = {}
         found = None
-        for name in reversed(self._autosaves(self.store.listing())):
+        for name in reversed(_autosaves(self.store, self.store.listing())):
             try:
                 found = self.store.path(name), read(self.store.path(name))
                 self._sound.add(name)
@@ -293,7 +293,7 @@ class AutosaveSeries:
         return found
 
     def _refuse_to_start_over(self, damages: list[DamagedCheckpointError]) -> None:
-        damaged = self._autosaves(self.store.listing(), damaged=True)
+        damaged = _autosaves(self.store, self.store.listing(), damaged=True)
         if damaged:
             names = "\n".join(f"  {self.store.path(name)}" for name in damaged)
             raise NoValidCheckpointError(
@@ -312,29 +312,10 @@ class AutosaveSeries:
 
     def _all_names(self, listing: Listing) -> list[tuple[Store, str]]:
         listed = [*((folder, folder.listing()) for folder in self._superseded(listing)), (self.store, listing)]
-        return [(store, name) for store, found in listed for name in self._in_order_of_leaving(found)]
-
-    def _autosaves(self, listing: Listing, *, damaged: bool = False) -> list[str]:
-        found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in self._names(listing))
-        return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
-
-    def _names(self, listing: Listing) -> list[str]:
-        autosaves = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
-        if autosaves and is_url(self.directory):
-            raise CheckpointError(
-                f"{self.store.path(autosaves[-1])} is an autosave of several files that was copied there: shards can't"
-                " be loaded from an object store. Copy it to a directory that all ranks see, and pass that one as"
-                " FaultTolerance(dirpath=...)."
-            )
-        empty = {name for name in autosaves if not os.listdir(self.store.path(name))}  # none that we have committed
-        return [*listing.files, *(name for name in listing.folders if name not in empty)]
-
-    def _in_order_of_leaving(self, listing: Listing) -> list[str]:
-        # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
-        return self._autosaves(listing, damaged=True) + self._autosaves(listing)
+        return [(store, name) for store, found in listed for name in _in_order_of_leaving(store, found)]
 
     def _remove_leftovers(self, listing: Listing, *, other_hosts: bool = False) -> None:
-        names = self._names(listing)
+        names = [*listing.files, *listing.folders]
         # Directories of our own too: those that could not be deleted, or whose save has failed.
         own = {name: target_name(name) or "" for name in listing.folders if is_of_this_process(name)}
         surely_dead = {**dict(leftovers(names, other_hosts=other_hosts)), **own}
@@ -356,6 +337,32 @@ def _read_back(file: IO[bytes]) -> DamagedCheckpointError | None:
         except DamagedCheckpointError as damage:
             return damage
     return None
+
+
+def _autosaves(store: Store, listing: Listing, *, damaged: bool = False) -> list[str]:
+    folders = [name for name in listing.folders if AUTOSAVE_NAME.fullmatch(name)]
+    if folders and is_url(store.url):
+        raise CheckpointError(
+            f"{store.path(folders[-1])} is an autosave of several files that was copied there: shards can't be loaded"
+            " from an object store. Copy it to a directory that all ranks see, and pass that one as"
+            " FaultTolerance(dirpath=...)."
+        )
+    names = [*listing.files, *(name for name in folders if not _is_empty(store.path(name)))]
+    found = ((name, AUTOSAVE_NAME.fullmatch(name)) for name in names)
+    return sorted((name for name, match in found if match and bool(match["damaged"]) == damaged), key=_sequence)
+
+
+def _is_empty(folder: str) -> bool:
+    """Return whether nothing is in a directory: none that was committed here, or one that somebody is deleting."""
+    try:
+        return not os.listdir(folder)
+    except FileNotFoundError:
+        return True
+
+
+def _in_order_of_leaving(store: Store, listing: Listing) -> list[str]:
+    # Interrupted, it must leave the newest where it was, and never damaged ones alone: the next start would refuse.
+    return _autosaves(store, listing, damaged=True) + _autosaves(store, listing)
 
 
 def _sequence(name: str) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from lightning_faulttolerant.checkpoint import autosave_directory
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.contents import verify_directory, verify_directory_if_any
 from lightning_faulttolerant.checkpoint.outcome import Verification, describe_damage
 from lightning_faulttolerant.checkpoint.store import is_url, local_copy, local_path, open_file
@@ -135,7 +136,7 @@ def load_path(path: str | os.PathLike[str], *, verify_shards: bool = True) -> di
     directory = local_path(path)
     if verify_shards:
         autosave_directory.verify(directory)
-    return load_file(os.path.join(directory, autosave_directory.METADATA_NAME))
+    return load_file(os.path.join(directory, METADATA_NAME))
 
 
 def verify_autosave(path: str | os.PathLike[str]) -> Verification:

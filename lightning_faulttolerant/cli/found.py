@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, SUPERSEDED_NAME
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, METADATA_NAME, SUPERSEDED_NAME
 from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.cli.errors import remote_errors
@@ -55,14 +55,19 @@ class FoundFile:
     @property
     def kind(self) -> str:
         """What it is, as far as its name and directory say."""
-        if self.is_directory:
-            return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
         match = AUTOSAVE_NAME.fullmatch(self.name)
+        if match is None and self.is_directory:
+            return SET_ASIDE if _DIRECTORY_ASIDE.fullmatch(self.name) else DIRECTORY
         if match is None:
             return CHECKPOINT
         if match["damaged"]:
             return SET_ASIDE
         return SUPERSEDED if is_superseded(self.folder) else AUTOSAVE
+
+    @property
+    def is_autosave(self) -> bool:
+        """Whether it has the name of an autosave, set aside or not: a file, or a directory of shards."""
+        return AUTOSAVE_NAME.fullmatch(self.name) is not None
 
     @property
     def sequence(self) -> int:
@@ -109,6 +114,18 @@ def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
     return open_file(path, whole=whole)
 
 
+def content_path(path: str) -> str:
+    """Return the file that says what is in a checkpoint: of a directory of shards the one with all that is in none.
+
+    Args:
+        path: Path or URL.
+    """
+    if is_url(path) or not os.path.isdir(local_path(path)):
+        return path
+    inner = os.path.join(local_path(path), METADATA_NAME)
+    return inner if os.path.exists(inner) else path
+
+
 def is_superseded(folder: str) -> bool:
     """Return whether a folder is one into which a series of autosaves was set aside.
 
@@ -146,7 +163,8 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
             problems.append(str(error))
 
     for folder, folders, names in os.walk(directory, onerror=note):
-        if MANIFEST_NAME in names:
+        is_shards = AUTOSAVE_NAME.fullmatch(os.path.basename(folder)) is not None and bool(names)
+        if MANIFEST_NAME in names or is_shards:
             folders.clear()
             try:
                 yield _local_directory(folder)
@@ -180,9 +198,16 @@ def _local_directory(folder: str) -> FoundFile:
         folder=parent or ".",
         name=name,
         num_bytes=sum(status.st_size for status in statuses),
-        saved_at=os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime,
+        saved_at=_committed_at(folder),
         is_directory=True,
     )
+
+
+def _committed_at(folder: str) -> float:
+    try:
+        return os.stat(os.path.join(folder, MANIFEST_NAME)).st_mtime
+    except FileNotFoundError:  # somebody has taken it out
+        return os.stat(folder).st_mtime
 
 
 def _remote(url: str) -> Iterator[FoundFile]:

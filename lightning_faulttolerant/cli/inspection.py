@@ -10,7 +10,7 @@ from typing import Any
 from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli.contents import describe
 from lightning_faulttolerant.cli.errors import remote_errors
-from lightning_faulttolerant.cli.found import open_checkpoint
+from lightning_faulttolerant.cli.found import content_path, open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text, table
 
 DESCRIPTION = """\
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of this command.
     """
-    parser.add_argument("file", metavar="FILE", help="path or URL of a checkpoint")
+    parser.add_argument(
+        "file", metavar="FILE", help="path or URL of a checkpoint; of a directory of shards, what is in none is shown"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with nothing left out for brevity")
 
 
@@ -51,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    with remote_errors(arguments.file), open_checkpoint(arguments.file) as file:
-        found = describe(read_summary(file, name=arguments.file), path=arguments.file)
+    path = content_path(arguments.file)
+    with remote_errors(path), open_checkpoint(path) as file:
+        found = describe(read_summary(file, name=path), path=path)
     if arguments.json:
         print(json.dumps(found, indent=2))
     else:

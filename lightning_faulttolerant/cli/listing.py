@@ -131,7 +131,7 @@ def _print_tables(folders: dict[str, list[_Row]]) -> None:
 
 
 def _row(file: FoundFile, *, verify: bool) -> _Row:
-    content, problem = (None, None) if file.is_directory else _content(file)
+    content, problem = (None, None) if file.kind == found.DIRECTORY else _content(file)
     if file.kind == found.SET_ASIDE:
         checked = Verdict(word=verdict.DAMAGED, reason="it was set aside when a run was resumed")
     elif problem is not None and problem.word in (verdict.UNREADABLE, verdict.MISSING):
@@ -156,7 +156,7 @@ def _row(file: FoundFile, *, verify: bool) -> _Row:
 def _content(file: FoundFile) -> tuple[Any, Verdict | None]:
     """Return what a checkpoint holds, and why it is not known where it isn't."""
     try:
-        with remote_errors(file.path), found.open_checkpoint(file.path) as opened:
+        with remote_errors(file.path), found.open_checkpoint(found.content_path(file.path)) as opened:
             return read_summary(opened, name=file.name).content, None
     except FileNotFoundError:
         return None, Verdict(word=verdict.MISSING)

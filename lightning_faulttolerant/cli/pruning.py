@@ -150,7 +150,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
     """Return the autosaves of each series, with those that were superseded in it."""
     series: dict[str, list[FoundFile]] = {}
     for file in what.files:
-        if file.kind != found.CHECKPOINT and not file.is_link and not file.is_directory:
+        if file.is_autosave and not file.is_link and not (file.is_directory and is_url(file.folder)):
             folder = _parent(file.folder) if found.is_superseded(file.folder) else file.folder
             series.setdefault(folder, []).append(file)
     return series

@@ -10,7 +10,8 @@ from typing import IO, cast
 
 from lightning_faulttolerant.checkpoint.archive import find_damage, has_checksums, is_legacy
 from lightning_faulttolerant.checkpoint.contents import describe_owner, verify_directory
-from lightning_faulttolerant.checkpoint.manifest import read_manifest
+from lightning_faulttolerant.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.cli.errors import is_damage, reason_of, remote_errors
 from lightning_faulttolerant.cli.found import open_checkpoint
 from lightning_faulttolerant.cli.text import safe, size_text
@@ -83,6 +84,8 @@ def _verdict_of_directory(path: str) -> Verdict:
     try:
         manifest = read_manifest(path)
     except (FileNotFoundError, NotADirectoryError):
+        if not is_url(path) and os.path.isdir(local_path(path)):
+            return Verdict(word=DAMAGED, reason=f"it has no {MANIFEST_NAME}")
         return Verdict(word=MISSING, reason="there is no such file")
     if not manifest.is_committed:
         return Verdict(word=NOT_COMMITTED, reason=f"{describe_owner(manifest)} has begun it, and died or still writes")

@@ -58,20 +58,34 @@ def loadable(trainer: Trainer, numbers: Sequence[int]) -> Iterator[None]:
         get_optimizer_state_dict,
     )
 
-    with left_alone(trainer, numbers):
-        for i in set(range(len(trainer.optimizers))) - set(numbers):
-            get_optimizer_state_dict(model, trainer.optimizers[i])
-        yield
-    for i in numbers:
-        trainer.optimizers[i].state.clear()  # of the place that `make_loadable` has made
+    strategy, own = trainer.strategy, list(trainer.optimizers)
+    stand_ins = {} if saves_shards(strategy) else {i: _stand_in(own[i]) for i in numbers}
+    strategy.optimizers = [stand_ins.get(i, optimizer) for i, optimizer in enumerate(own)]
+    try:
+        with left_alone(trainer, [i for i in numbers if i not in stand_ins]):
+            for i, optimizer in enumerate(strategy.optimizers):
+                if i not in numbers or i in stand_ins:
+                    get_optimizer_state_dict(model, optimizer)
+            yield
+    finally:
+        strategy.optimizers = own
+    for i, stand_in in stand_ins.items():
+        for group, loaded in zip(own[i].param_groups, stand_in.param_groups, strict=True):
+            group.update({name: value for name, value in loaded.items() if name in group and name != "params"})
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same parameters that has a state: torch can't load a file into one that has none."""
+    groups = [{"params": group["params"]} for group in optimizer.param_groups]
+    return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
 
 def make_loadable(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Give optimizers without a state a place for one parameter's: Lightning looks at the first of a file, unasked."""
+    """Give optimizers without a state an empty one for each parameter: a file without them would not load again."""
     if isinstance(trainer.strategy, ModelParallelStrategy) and not saves_shards(trainer.strategy):
         for state in checkpoint["optimizer_states"]:
             if state.get("state") == {}:
-                state["state"] = {state["param_groups"][0]["params"][0]: {}}
+                state["state"] = {name: {} for group in state["param_groups"] for name in group["params"]}
 
 
 def _one_without_gradient(optimizer: Optimizer) -> list[Tensor]:

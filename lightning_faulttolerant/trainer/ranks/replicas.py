@@ -56,9 +56,9 @@ class Replicas:
             return
         more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
         reason = (
-            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}, which is the same parameter"
-            " on each. A checkpoint holds only one of them, so the run would not go on exactly. Shard these parameters too"
-            " (fully_shard), or average their gradients in on_after_backward"
+            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
+            " parameter that is not in shards once, so the run would not go on exactly. Shard these too (fully_shard),"
+            " or average their gradients in on_after_backward"
         )
         if self._strict:
             raise NotExactError(f"{reason}; or pass FaultTolerance(strict=False).")

@@ -1,0 +1,107 @@
+"""Each strategy is served or refused with the reason, and the documentation says the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.trainer.ranks.supported import REFUSED, SUPPORTED, check_strategy
+from tests.runs import fit_net
+
+TABLE = Path(__file__).parents[3] / "docs" / "strategies.md"
+
+
+def made(kind: type[Strategy]) -> Strategy:
+    """Return a strategy that was not set up: the packages that some need are not installed."""
+    return object.__new__(kind)
+
+
+class Renamed(DDPStrategy):
+    """A user's own, which saves as its base does."""
+
+    strategy_name = "renamed"
+
+
+class SavesElsewhere(SingleDeviceStrategy):
+    """A user's own, which saves in a way of its own."""
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        raise AssertionError("nobody may save with it")
+
+
+class OwnDeepSpeed(DeepSpeedStrategy):
+    """A user's own, derived from one that is refused."""
+
+
+@pytest.mark.parametrize("kind", [*SUPPORTED, Renamed])
+def test_known_strategies_are_served(kind: type[Strategy]) -> None:
+    """What saves in a known way must be taken, a class that derives from it too."""
+    check_strategy(made(kind))
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, OwnDeepSpeed])
+def test_what_saves_by_itself_is_refused(kind: type[Strategy]) -> None:
+    """DeepSpeed and XLA must be refused with the reason and what to do, although they derive from DDPStrategy."""
+    with pytest.raises(UnsupportedTrainerError, match=rf"does not serve {kind.__name__}.*docs/strategies.md"):
+        check_strategy(made(kind))
+
+
+def test_unknown_strategy_is_refused() -> None:
+    """A class that derives from none of the known ones must be refused by its name."""
+    unknown = type("Unknown", (Strategy,), {"__abstractmethods__": frozenset()})
+    unknown.__abstractmethods__ = frozenset()
+    with pytest.raises(UnsupportedTrainerError, match=r"does not know the strategy .*Unknown, which derives from none"):
+        check_strategy(made(unknown))
+
+
+def test_strategy_with_a_format_of_its_own_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A subclass that saves in its own way must be refused when the fit begins, and leave no file."""
+    with pytest.raises(UnsupportedTrainerError, match="derives from SingleDeviceStrategy and has a save_checkpoint"):
+        fit_net([FaultTolerance()], tmp_path, strategy=SavesElsewhere(device="cpu"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trial_with_a_refused_strategy_runs(tmp_path: Path) -> None:
+    """A fast_dev_run, in which nothing is saved, must not be refused for its strategy."""
+    trainer = fit_net([FaultTolerance()], tmp_path, strategy=SavesElsewhere(device="cpu"), fast_dev_run=True)
+    assert trainer.global_step == 1
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Return the cells of the table in the documentation."""
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|"))[:3] for line in lines]  # type: ignore[misc]
+
+
+def test_table_says_what_the_code_does() -> None:
+    """Each class that is served must be a row that says exact, each that is refused a row that names the error."""
+    text = {name: cells for cells in rows() for name in re.findall(r"`(\w+Strategy)", cells[0])}
+    assert set(text) == {kind.__name__ for kind in (*SUPPORTED, *REFUSED)}
+    for kind in SUPPORTED:
+        assert text[kind.__name__][1].startswith("exact")
+    for kind in REFUSED:
+        assert "`UnsupportedTrainerError`" in text[kind.__name__][1]
+
+
+def test_each_registered_strategy_is_in_the_table() -> None:
+    """Each name that Trainer(strategy=...) knows must belong to a class of the table."""
+    found = (StrategyRegistry[name]["strategy"] for name in StrategyRegistry.available_strategies())
+    kinds = {kind for kind in found if "_graveyard" not in kind.__module__}  # those that Lightning has given up
+    assert {DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy} <= kinds
+    assert kinds <= {*SUPPORTED, *REFUSED}
+    assert ModelParallelStrategy in SUPPORTED
