@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch.utils.data import WeightedRandomSampler
 
-from tests.law.elastic_runs import Entries, Leg, Plan, consumed, run
+from tests.law.elastic_runs import Entries, Leg, Plan, Rows, consumed, run
 
 PER_SAMPLE = Plan(options={"worker_rng": "per_sample"})
 
@@ -223,3 +225,26 @@ def test_an_order_that_is_not_known_is_refused() -> None:
         Leg(num_ranks=1, loader=weights),
         error="its sampler is none",
     )
+
+
+@pytest.mark.slow
+def test_a_validation_run_that_was_due_is_run() -> None:
+    """Validation that is owed by the batch of a checkpoint is run, though it would not be due there for these ranks."""
+    plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 3, "max_epochs": 1})
+    done = run(plan, Leg(num_ranks=1, save=(0, 2)), Leg(num_ranks=2))
+    assert [entry["batch"] for entry in done[1].of("validation")] == [1, 3, 6]
+
+
+class RowsOfRank(Rows):
+    """Other rows on each rank."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.rows += int(os.environ.get("RANK", "0"))
+
+
+@pytest.mark.slow
+def test_data_of_one_rank_are_not_dealt_to_others() -> None:
+    """Where each rank has data of its own, what another one has consumed of them means nothing."""
+    plan = Plan(options={"elastic": True}, make_dataset=RowsOfRank)
+    run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1), error="had another data set on rank 1 than on rank 0")
