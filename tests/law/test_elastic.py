@@ -49,6 +49,12 @@ def test_two_ranks_become_one() -> None:
     assert any("2 ranks when it was saved, one rank now" in line for line in done[1].of("report")[0]["not_exact"])
 
 
+def draws(samples: list[tuple[int, list[float]]]) -> torch.Tensor:
+    """Return what was added to each sample."""
+    rows = Rows(26).rows
+    return torch.stack([torch.tensor(noisy) - rows[index] for index, noisy in samples])
+
+
 WAYS: dict[str, list[Leg]] = {
     "1 to 2": [Leg(num_ranks=1, num_workers=2, kill=(0, 3)), Leg(num_ranks=2, num_workers=3)],
     "2 to 3": [Leg(num_ranks=2, kill=(1, 2)), Leg(num_ranks=3, num_workers=2)],
@@ -143,10 +149,8 @@ def test_new_ranks_draw_numbers_of_their_own() -> None:
     for num_workers in (0, 2):
         legs = [Leg(num_ranks=1, num_workers=num_workers, kill=(0, 3)), Leg(num_ranks=3, num_workers=num_workers)]
         done = run(plan, *legs)
-        drawn = [tuple(noise) for entries in done for _, noise in entries.samples(0)]
-        rows = torch.linspace(-1, 1, 26 * 4).reshape(26, 4)
-        draws = [tuple((torch.tensor(n) - rows[i]).tolist()) for e in done for i, n in e.samples(0)]
-        assert len({tuple(round(x, 4) for x in draw) for draw in draws}) == len(drawn)
+        drawn = [tuple(round(x, 4) for x in draw.tolist()) for e in done for draw in draws(e.samples(0))]
+        assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("num_workers", [(0, 2), pytest.param((2, 0), marks=pytest.mark.slow)], ids=str)
@@ -248,3 +252,22 @@ def test_data_of_one_rank_are_not_dealt_to_others() -> None:
     """Where each rank has data of its own, what another one has consumed of them means nothing."""
     plan = Plan(options={"elastic": True}, make_dataset=RowsOfRank)
     run(plan, Leg(num_ranks=2, kill=(0, 1)), Leg(num_ranks=1), error="had another data set on rank 1 than on rank 0")
+
+
+@pytest.mark.slow
+def test_augmentation_does_not_depend_on_ranks_that_nobody_has_seeded() -> None:
+    """Each rank was started with a seed of its own: what is drawn for the samples, in their order, is as on one rank."""
+    plan = Plan(options=PER_SAMPLE.options, seed=None, max_epochs=1)
+    one, two = (draws(run(plan, Leg(num_ranks=n))[0].samples(0)) for n in (1, 2))
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_that_only_starts_is_of_the_new_ranks(way: tuple[int, int], epoch: int) -> None:
+    """From a checkpoint of an epoch's start the epoch has each sample once, and so has the one behind it."""
+    done = run(Plan(options=PER_SAMPLE.options), Leg(num_ranks=way[0], save=(epoch, "start")), Leg(num_ranks=way[1]))
+    for number in range(epoch, 2):
+        assert sorted(consumed(done[1:], number)) == list(range(26))
+    assert len(done[1].batches(1)) == {1: 13, 2: 7}[way[1]]

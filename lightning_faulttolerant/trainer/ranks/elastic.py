@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.resized import DEAL, between, state_for_others
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state
+from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.logged.merge import merged_results
@@ -82,7 +82,7 @@ class Resized:
         self._buffers_differ()
         return {
             **{name: part for name, part in first.items() if name in _OF_RANK_0},
-            "rng": _own_or_fresh([s["rng"] for s in states], rank, fresh_rng_state),
+            "rng": _own_or_fresh([of_devices_here(s["rng"]) for s in states], rank, fresh_rng_state),
             "held": _nested(_own_or_fresh(held, rank, fresh_held_state)),
             "loaders": loaders,
             "gradients": self._gradients(),
