@@ -94,8 +94,9 @@ def losses(done: list[Entries], epoch: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("way", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("accumulated", [1, 2])
 def test_an_equal_global_batch_gives_the_same_losses(way: tuple[int, int], accumulated: int) -> None:
     """With as many samples in each step as before, losses and weights are those of the uninterrupted run."""
     plan = Plan(options=PER_SAMPLE.options, arguments={"accumulate_grad_batches": accumulated}, length=24)
@@ -138,7 +139,7 @@ def test_random_generators_are_an_error_unless_allowed() -> None:
     first = Leg(num_ranks=2, kill=(0, 3), num_workers=0)
     run(Plan(), first, Leg(num_ranks=1), error="pass FaultTolerance(elastic=True)")
     done = run(Plan(), first, Leg(num_ranks=1, options={"elastic": True}))
-    assert_every_sample_once(done, consumed(run(Plan(), Leg(num_ranks=2)), 0), epoch=0, num_ranks=1)
+    assert sorted(consumed(done, 0)) == list(range(26))
     assert any("random generators of the ranks" in line for line in done[1].of("report")[0]["not_exact"])
 
 
@@ -159,7 +160,7 @@ def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) 
     first = Leg(num_ranks=1, num_workers=num_workers[0], kill=(0, 3))
     run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1]), error="num_workers")
     done = run(Plan(), first, Leg(num_ranks=1, num_workers=num_workers[1], options={"elastic": True}))
-    assert_every_sample_once(done, consumed(run(Plan(), Leg(num_ranks=1)), 0), epoch=0, num_ranks=1)
+    assert sorted(consumed(done, 0)) == list(range(26))
     assert any("num_workers" in line for line in done[1].of("report")[0]["not_exact"])
 
 
@@ -256,7 +257,7 @@ def test_data_of_one_rank_are_not_dealt_to_others() -> None:
 
 @pytest.mark.slow
 def test_augmentation_does_not_depend_on_ranks_that_nobody_has_seeded() -> None:
-    """Each rank was started with a seed of its own: what is drawn for the samples, in their order, is as on one rank."""
+    """Each rank was started with a seed of its own: what is drawn for the samples is as on one rank."""
     plan = Plan(options=PER_SAMPLE.options, seed=None, max_epochs=1)
     one, two = (draws(run(plan, Leg(num_ranks=n))[0].samples(0)) for n in (1, 2))
     torch.testing.assert_close(one, two)
