@@ -22,6 +22,17 @@ def fresh_rng_state(source: Mapping[str, bytes], *names: object) -> dict[str, by
     return {name: _fresh_global(name, blob, seed) for name, blob in source.items()}
 
 
+def of_devices_here(state: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the global generators' states without those of devices that this process doesn't have."""
+    return {name: blob for name, blob in state.items() if ":" not in name or _is_here(name)}
+
+
+def _is_here(device: str) -> bool:
+    kind, _, index = device.partition(":")
+    module = getattr(torch, kind, None)
+    return module is not None and module.is_available() and int(index) < module.device_count()
+
+
 def fresh_torch_state(*names: object) -> bytes:
     """Return a state of a torch generator on the CPU that follows from `names` alone."""
     return packing.pack_torch(torch.Generator().manual_seed(_seed(b"", *names)).get_state())

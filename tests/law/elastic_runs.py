@@ -79,8 +79,8 @@ class Leg:
     """One run of the command: on how many ranks, with what, and where it is killed.
 
     ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those behind whose step they save a
-    checkpoint of their own, from which the next leg starts, and die; ``"validation"`` and ``"end"`` in the place of the
-    batch: in the epoch's last validation run, and at its end.
+    checkpoint of their own, from which the next leg starts, and die; ``"start"``, ``"validation"`` and ``"end"`` in the
+    place of the batch: at the epoch's start, in its last validation run, and at its end.
     """
 
     num_ranks: int
@@ -99,7 +99,7 @@ class Plan:
 
     length: int = 26
     max_epochs: int = 2
-    seed: int = 7
+    seed: int | None = 7
     shuffle: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +153,9 @@ class Ledger(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer, "end")
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save(trainer, "start")
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -184,7 +187,10 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
     torch.set_num_threads(1)
     # Lightning warns of a value that is logged without sync_dist, and of loaders without workers.
     warnings.simplefilter("ignore", PossibleUserWarning)
-    seed_everything(plan.seed, verbose=False)
+    if plan.seed is None:
+        torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
+    else:
+        seed_everything(plan.seed, verbose=False)
     data = plan.make_dataset(plan.length)
     usual = {"batch_size": leg.batch_size, "num_workers": leg.num_workers, "shuffle": plan.shuffle}
     loader = DataLoader(data, **{**usual, **leg.loader})

@@ -254,3 +254,17 @@ def test_other_data_is_refused() -> None:
     _, states = Ranks(2, 2).run(1)
     with pytest.raises(FingerprintMismatchError, match="22 samples, and the data set now 20"):
         Ranks(1, 2, length=20).resume(states)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"own": 1}, "keeps a position of its own"),
+        ({"record": None, "iterable": {}, "consumed": 3}, "says itself, on each rank"),
+        ({"record": None, "dataset": {}, "consumed": 3}, "keeps a state of its own"),
+    ],
+)
+def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -> None:
+    """A loader that only one rank's state can place is not for another number of ranks."""
+    with pytest.raises(NotExactError, match=reason):
+        state_for_others([state, state], num_left=None)

@@ -17,11 +17,12 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.resized import DEAL, between, state_for_others
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state
+from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.logged.merge import merged_results
 from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
 from lightning_faulttolerant.trainer.ranks.window import Window
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 
@@ -69,7 +70,7 @@ class Resized:
     def _redistributed(self, fingerprint: State, rank: int, *, is_per_sample: bool) -> dict[str, Any]:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
         module: LightningModule = self._trainer.lightning_module
-        loaders = self._loaders(rank)
+        loaders = self._loaders(fingerprint["loaders"])
         metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank, num_ranks=num_ranks)
         self.lost += lost
         self._tell_rng(is_per_sample=is_per_sample)
@@ -81,7 +82,7 @@ class Resized:
         self._buffers_differ()
         return {
             **{name: part for name, part in first.items() if name in _OF_RANK_0},
-            "rng": _own_or_fresh([s["rng"] for s in states], rank, fresh_rng_state),
+            "rng": _own_or_fresh([of_devices_here(s["rng"]) for s in states], rank, fresh_rng_state),
             "held": _nested(_own_or_fresh(held, rank, fresh_held_state)),
             "loaders": loaders,
             "gradients": self._gradients(),
@@ -114,7 +115,7 @@ class Resized:
         if names:
             self.told.append(f"buffers that are not in the state_dict are those of rank 0: {', '.join(names)}")
 
-    def _loaders(self, rank: int) -> dict[str, Any]:
+    def _loaders(self, fingerprints: State) -> dict[str, Any]:
         first = self._states[0]["loaders"]
         reasons = [f"{place} could not be followed when it was saved" for place in first["left"]]
         reasons += [f"{place} keeps a state of its own" for place in first["own"]]
@@ -124,6 +125,10 @@ class Resized:
             reasons.append(f"there are {len(training)} training loaders, each with an order of its own")
         if first["ahead"] is not None:
             reasons.append(f"{training[0]} has no length: a batch of it was fetched ahead")
+        own = [(rank, state[FINGERPRINT]) for rank, state in enumerate(self._states) if FINGERPRINT in state]
+        for place in training:
+            ranks = [r for r, of in own if of.get(place, {}).get("dataset") != fingerprints[place].get("dataset")]
+            reasons += [f"{place} had another data set on rank {r} than on rank 0" for r in ranks]
         places = {}
         num_left = self._num_batches - self._position.batch
         for place, state in first["places"].items():
