@@ -154,10 +154,6 @@ class Session:
 
         return setup_environment
 
-    def _connect(self) -> None:
-        self._beginning.connect()
-        self._stopping.connect(self._beginning.ranks)
-
     def put_part(self, checkpoint: dict[str, Any]) -> None:
         """Put our part into a checkpoint that somebody else asks for now."""
         assert self.autosaver is not None
