@@ -47,7 +47,9 @@ def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **argument
     assert_ranks_go_on(cut, num_ranks=3, **arguments)
 
 
-@pytest.mark.parametrize("cut", [FIRST_BATCH, LATER], ids=["behind-the-first-batch", "later"])
+@pytest.mark.parametrize(
+    "cut", [FIRST_BATCH, pytest.param(LATER, marks=pytest.mark.slow)], ids=["behind-the-first-batch", "later"]
+)
 def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
     """Gradients are summed in the order of the uninterrupted run, also before DDP has laid its buckets out anew."""
     assert_sums_go_on(cut)
@@ -69,7 +71,7 @@ def test_options_of_ddp(ddp: dict[str, Any]) -> None:
     assert_sums_go_on(SECOND_BATCH, ddp=ddp)
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_a_window(view: bool) -> None:
     """So it is inside an accumulation window, whose gradients are put into the buckets again."""
     assert_sums_go_on(
