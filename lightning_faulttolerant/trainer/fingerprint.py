@@ -21,10 +21,10 @@ from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
+_SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
 _FIRST_ITEMS = 16
-_SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
 
 
 class Fingerprint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +164,20 @@ class Resume:
         for line in lines:
             _log.warning("%s differs: %s", self._path, line)
         self._not_exact += lines
+
+    def admit(self, reasons: Sequence[str]) -> None:
+        """Say what can't be restored exactly.
+
+        Raises:
+            NotExactError: If `strict`, and there is any.
+        """
+        if reasons and self._strict:
+            raise NotExactError(
+                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Leave it out, or pass strict=False."
+            )
+        for reason in reasons:
+            _log.warning("%s can't be resumed exactly: %s", self._path, reason)
+        self._not_exact += reasons
 
     def _fails(self, reason: str) -> None:
         if self._strict:
