@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +165,7 @@ class Resume:
             _log.warning("%s differs: %s", self._path, line)
         self._not_exact += lines
 
-    def admit(self, reasons: Sequence[str]) -> None:
+    def admit(self, reasons: list[str]) -> None:
         """Say what can't be restored exactly.
 
         Raises:
