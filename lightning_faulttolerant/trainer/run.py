@@ -179,6 +179,8 @@ def _end_script(script: Script) -> None:
 
 
 def _end_run(directory: str, script: Script) -> None:
+    if directory not in _runs and script.num_open(directory):
+        return  # its autosaves stay
     try:
         run = _runs.get(directory) or Run(directory, script)
     except (OSError, CheckpointError) as error:

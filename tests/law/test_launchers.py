@@ -24,16 +24,20 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 100.0
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where a script of two fits, which is neither protected nor interrupted, left what it did."""
-    directory = tmp_path_factory.mktemp("whole")
+def uninterrupted(directory: Path, **arguments: Any) -> Path:
+    """Run the script, neither protected nor interrupted, on ranks that a test has forked; return `directory`."""
     outputs = [directory / f"{rank}.txt" for rank in range(NUM_RANKS)]
     exit_code = run_ranks(
-        lambda rank: train(directory, protected=False, num_fits=2), outputs=outputs, seed=1, timeout_seconds=SECONDS
+        lambda rank: train(directory, protected=False, **arguments), outputs=outputs, seed=1, timeout_seconds=SECONDS
     )
     assert exit_code == 0, [output.read_text() for output in outputs]
     return directory
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where such a script of two fits left what it did."""
+    return uninterrupted(tmp_path_factory.mktemp("whole"), num_fits=2)
 
 
 @pytest.fixture
@@ -108,8 +112,10 @@ def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # each process of a command imports everything
-def test_torchrun_starts_again(whole: Path, directory: Path) -> None:
+def test_torchrun_starts_again(directory: Path, tmp_path: Path) -> None:
     """Under torchrun a rank is killed by SIGKILL: torchrun starts all ranks again, and they go on exactly."""
+    (tmp_path / "whole").mkdir()
+    whole = uninterrupted(tmp_path / "whole", num_workers=2)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
     exit_code, output = command(directory, launcher=torchrun, kill_fit=0, num_workers=2)
     assert exit_code == 0, output
