@@ -175,7 +175,7 @@ class Hub:
             if time.monotonic() > deadline:
                 raise RanksLostError(
                     f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0"
-                    f" within {_CONNECT_SECONDS:g} seconds. They could not agree on a stop. Let the ranks reach all ports"
+                    f" within {_CONNECT_SECONDS:g} seconds. Let the ranks reach all ports"
                     " of rank 0's machine"
                 )
             self._early = self.receive()  # with what was there before
