@@ -118,8 +118,12 @@ def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
     for watch in pair.watches:
         watch.end_together = True
     pair.watches[1].fail(stopped_by(signal_reason(signal.SIGTERM), "here"))
-    pair.watches[1].close()
-    pair.look(1)
+    line = pair.watches[1]._line
+    assert isinstance(line, Spoke)
+    line._connection.close()  # as if it had died
+    time.sleep(0.05)
+    pair.watches[0].look()
+    pair.watches[0].look()
     assert pair.watches[0].failure is None
 
 
