@@ -69,6 +69,7 @@ def train(
     protected: bool = True,
     kill_fit: int = -1,
     num_fits: int = 1,
+    num_workers: int = 0,
     seed: int = 1,
 ) -> list[FaultTolerance]:
     """Run the script; return the callbacks of its fits."""
@@ -87,7 +88,7 @@ def train(
             callbacks,
             directory,
             module=RankNet(),
-            train=shuffled(2, num_batches=4),
+            train=shuffled(num_workers, num_batches=4),
             validation=DataLoader(NoisyDataset(16), batch_size=4),
             devices=NUM_RANKS,
             strategy=strategy,

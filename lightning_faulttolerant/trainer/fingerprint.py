@@ -15,12 +15,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
+_SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
 _SAMPLED_ELEMENTS = 1024
 _DEPTH = 3
 _FIRST_ITEMS = 16
@@ -66,6 +67,7 @@ def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str,
         "drop_last": loader.drop_last,
         **({"worker_rng": "per_sample"} if is_per_sample else workers),
         "sampler": _sampler_name(loader),
+        **_sampler_seed(loader),
         "dataset": _dataset(loader.dataset),
     }
 
@@ -100,7 +102,7 @@ def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
 def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
     """Yield a line for each value that differs, with both values."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*saved, *now}, key=str):
+        for key in sorted({*saved, *now} - ({_SEED} - ({*saved} & {*now})), key=str):
             yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
     elif saved != now and not (saved is not None and saved != saved and now != now):
         yield f"{path}: {saved!r} when it was saved, {now!r} now"
@@ -120,6 +122,12 @@ def _sampler_name(loader: DataLoader[Any]) -> str:
     batch_sampler = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "no batching"
     inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
     return f"{batch_sampler} over {type(inner).__name__}"
+
+
+def _sampler_seed(loader: DataLoader[Any]) -> dict[str, int]:
+    """Return what the order of a distributed sampler follows from, besides the epoch: no generator's state has it."""
+    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
 
 
 def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:

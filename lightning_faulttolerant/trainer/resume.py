@@ -165,6 +165,20 @@ class Resume:
             _log.warning("%s differs: %s", self._path, line)
         self._not_exact += lines
 
+    def admit(self, reasons: list[str]) -> None:
+        """Say what can't be restored exactly.
+
+        Raises:
+            NotExactError: If `strict`, and there is any.
+        """
+        if reasons and self._strict:
+            raise NotExactError(
+                f"{self._path} can't be resumed exactly: {'; '.join(reasons)}. Leave it out, or pass strict=False."
+            )
+        for reason in reasons:
+            _log.warning("%s can't be resumed exactly: %s", self._path, reason)
+        self._not_exact += reasons
+
     def _fails(self, reason: str) -> None:
         if self._strict:
             autosave = "an autosave" if self._nearest is None else f"the autosave {self._nearest}"

@@ -219,6 +219,7 @@ class Session:
         buckets = Buckets(self._trainer)
         if self._resume is not None:
             self._resume.begin()
+            self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from lightning_faulttolerant.testing.exactness import Runs
@@ -47,7 +48,9 @@ def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **argument
     assert_ranks_go_on(cut, num_ranks=3, **arguments)
 
 
-@pytest.mark.parametrize("cut", [FIRST_BATCH, LATER], ids=["behind-the-first-batch", "later"])
+@pytest.mark.parametrize(
+    "cut", [FIRST_BATCH, pytest.param(LATER, marks=pytest.mark.slow)], ids=["behind-the-first-batch", "later"]
+)
 def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
     """Gradients are summed in the order of the uninterrupted run, also before DDP has laid its buckets out anew."""
     assert_sums_go_on(cut)
@@ -69,7 +72,7 @@ def test_options_of_ddp(ddp: dict[str, Any]) -> None:
     assert_sums_go_on(SECOND_BATCH, ddp=ddp)
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_a_window(view: bool) -> None:
     """So it is inside an accumulation window, whose gradients are put into the buckets again."""
     assert_sums_go_on(
@@ -96,3 +99,31 @@ def test_lost_order_is_told(tmp_path: Path) -> None:
     resumed = runs.start("run", [], seed=2, with_callback=True)
     assert resumed.exit_code == 0, resumed.output
     assert "may differ in the last bits: with static_graph=True" in resumed.output
+
+
+class Compressed(DDPStrategy):
+    """Has a communication hook that keeps something, as PowerSGD's does; Lightning itself has them on a GPU only."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook({"num": 0}, counting_hook)
+
+
+def counting_hook(state, bucket):  # DDP takes no annotations that are strings
+    """Scale a gradient by how many there were."""
+    state["num"] += 1
+    bucket.buffer().div_(state["num"])
+    return allreduce_hook(None, bucket)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_hook_with_a_state_is_told(strict: bool, tmp_path: Path) -> None:
+    """What a communication hook keeps is in no checkpoint: a resume is refused, or says that it is not exact."""
+    fit = rank_fit(2, module=Crossed, limit_val_batches=0, strategy=Compressed(), max_steps=4, max_epochs=-1)
+    runs = Runs(fit, tmp_path, {"every_n_train_steps": 1, "strict": strict}, SECONDS, num_ranks=2)
+    assert runs.start("run", [KillAt(2)], seed=1, with_callback=True).exit_code < 0
+    resumed = runs.start("run", [], seed=2, with_callback=True)
+    assert resumed.exit_code == (1 if strict else 0), resumed.output
+    assert "communication hook counting_hook keeps a state" in resumed.output
+    assert ("NOT EXACTLY" in resumed.output) is not strict

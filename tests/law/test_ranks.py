@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_faulttolerant.state.blobs import unpack_blobs
 from lightning_faulttolerant.testing import KillAt, NotTheSame
+from lightning_faulttolerant.testing.exactness import Runs
 from lightning_faulttolerant.trainer import resume
 from lightning_faulttolerant.trainer.ranks.gather import state_of
-from tests.rank_runs import RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
+from tests.rank_runs import SECONDS, RankNet, assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, HoldingDataset, NoisyDataset, make_trainer
 
 pytestmark = for_ranks
@@ -204,3 +206,19 @@ def test_callbacks_of_each_rank() -> None:
     assert_ranks_go_on(
         LATER_EPOCH, rank=0, users=lambda: [EarlyStopping("val_loss", patience=5), EarlyStopping("synced_val_loss")]
     )
+
+
+@pytest.mark.slow
+def test_other_seed_of_the_distributed_sampler_is_refused(tmp_path: Path) -> None:
+    """A restart whose script seeds Lightning with another number would shuffle anew from the next epoch on."""
+
+    def fit(callbacks: list[Any], directory: Path) -> Any:
+        number = len(list(directory.parent.glob("run-*-rank-0.jsonl")))
+        os.environ["PL_GLOBAL_SEED"] = str(number)
+        return rank_fit(2)(callbacks, directory)
+
+    runs = Runs(fit, tmp_path, {"every_n_train_steps": 8}, SECONDS, num_ranks=2)
+    assert runs.start("run", [KillAt(9, rank=1)], seed=1, with_callback=True).exit_code < 0
+    resumed = runs.start("run", [], seed=2, with_callback=True)
+    assert resumed.exit_code == 1, resumed.output
+    assert "sampler_seed: 0 when it was saved, 1 now" in resumed.output

@@ -15,6 +15,7 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
+    DistributedSampler,
     Sampler,
     SequentialSampler,
     Subset,
@@ -172,6 +173,24 @@ def test_taking_it_draws_nothing_and_reads_nothing(tmp_path: Path) -> None:
     fingerprint = Fingerprint(trainer)
     fingerprint.state_dict({"train/0": loader_fingerprint(loader())})
     assert rng_state() == before
+
+
+def test_seed_of_a_distributed_sampler_gives_a_line() -> None:
+    """Another seed is another order; with one rank, or without shuffling, there is none to compare."""
+
+    def distributed(seed: int, *, shuffle: bool = True) -> dict[str, Any]:
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            range(8), num_replicas=2, rank=0, seed=seed, shuffle=shuffle
+        )
+        fingerprint = loader_fingerprint(DataLoader(range(8), sampler=sampler))
+        return {name: value for name, value in fingerprint.items() if name != "sampler"}
+
+    assert list(differences(distributed(1), distributed(2))) == ["sampler_seed: 1 when it was saved, 2 now"]
+    alone = loader_fingerprint(DataLoader(range(8), shuffle=True))
+    del alone["sampler"]
+    for one, other in ((distributed(1), distributed(1)), (alone, distributed(1)), (distributed(1), alone)):
+        assert list(differences(one, other)) == []
+    assert list(differences(distributed(1, shuffle=False), distributed(2, shuffle=False))) == []
 
 
 def test_large_data_is_sampled() -> None:

@@ -30,9 +30,10 @@ class Buckets:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        model = trainer.strategy.model
-        is_needed = trainer.world_size >= _MIN_RANKS and isinstance(model, DistributedDataParallel)
-        self._ddp: Any = model if is_needed else None
+        model: Any = trainer.strategy.model
+        is_ddp = isinstance(model, DistributedDataParallel)
+        self._hooks = compat.hooks_with_state(model) if is_ddp else []
+        self._ddp: Any = model if is_ddp and trainer.world_size >= _MIN_RANKS else None
         self._order: list[int] | None = None
         self._is_laid_out = False
 
@@ -45,6 +46,13 @@ class Buckets:
         order = compat.reduction_order(self._ddp)
         is_lost = order is None and compat.is_behind_its_first_backward(self._ddp)
         return {"order": order, "is_lost": True} if is_lost else {"order": order}
+
+    def why_not_exact(self) -> list[str]:
+        """Return what DDP keeps from batch to batch and nobody saves."""
+        reason = (
+            "keeps a state from batch to batch, such as PowerSGD's errors, which is in no checkpoint: it begins anew"
+        )
+        return [f"DDP's communication hook {name} {reason}" for name in self._hooks]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Lay the buckets out in the order that was saved; a collective, to which rank 0's state is given.

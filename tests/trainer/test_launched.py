@@ -1,0 +1,108 @@
+"""What the process of a script learns of fits that ran in other processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.trainer.launched import Script, this_script
+from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.run import open_run
+from tests.processes import run
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    """Return the script of a process that nobody has."""
+    found = Script(-1, f"test-{os.getpid()}")
+    yield found
+    found.forget()
+
+
+def in_child(main: Callable[[], Any]) -> None:
+    """Run `main` in a forked process that ends without anything being called, as Lightning's do."""
+    process_id = os.fork()
+    if not process_id:
+        code = 1
+        try:
+            main()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(process_id, 0)[1] == 0
+
+
+def test_fits_are_counted_across_processes(script: Script) -> None:
+    """A process that is made for the next fit knows how many there were, and which have not come to their end."""
+    script.begin_fit("here", 1)
+    script.end_fit("here")
+    child = pickle.loads(pickle.dumps(script))
+    child.begin_fit("here", child.num_fits("here") + 1)
+    assert (script.num_fits("here"), script.num_open("here")) == (2, 1)
+    assert (script.num_fits("there"), script.num_open("there")) == (0, 0)
+    assert script.directories() == ["here"]
+
+
+def test_report_comes_back_as_it_was(script: Script) -> None:
+    """A report is told with its tuples; a fit that began from the beginning tells that there is none."""
+    report = ResumeReport(path="a", position="b", epoch=1, batch=2, global_step=3, exact=("c",), not_exact=("d",))
+    assert ResumeReport.load(script.report(1)) is None
+    script.tell_report(1, {name: getattr(report, name) for name in ResumeReport.__dataclass_fields__})
+    assert ResumeReport.load(script.report(1)) == report
+    assert script.report(2) is None
+    script.tell_report(1, None)
+    assert script.report(1) is None
+
+
+def test_process_is_told_from_its_children() -> None:
+    """A forked process has another script than its parent, once it asks."""
+    own = this_script(lambda script: None)
+    assert this_script(lambda script: None) is own
+    in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own))
+    assert not own.is_elsewhere
+
+
+def _assert(holds: bool) -> None:
+    assert holds
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["all-end", "one-fails"])
+@pytest.mark.parametrize("trains_itself", [True, False], ids=["own-fit", "no-own-fit"])
+def test_autosaves_go_when_the_script_ends(ends: bool, trains_itself: bool, tmp_path: Path) -> None:
+    """Fits of one script, in its own process and in others, are numbered together, and all removed if all ended."""
+
+    def fit(script: Script, *, comes_to_its_end: bool = True) -> None:
+        own = open_run(tmp_path, "run", script)
+        series = own.begin_fit(keep_last=1)
+        series.save({"at": own.num_fits}, epoch=0, batch=0, global_step=0)
+        if comes_to_its_end:
+            own.end_fit()
+            own.leave()
+
+    def main() -> None:
+        script = this_script_of_a_callback()
+        if trains_itself:
+            fit(script)
+        in_child(lambda: fit(script))
+        in_child(lambda: fit(script, comes_to_its_end=ends))
+        if trains_itself:
+            fit(script)
+        print([folder.name for folder in sorted((tmp_path / "run").glob("fit-*"))])
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+    num_fits = 4 if trains_itself else 2
+    assert str([f"fit-{number + 1}" for number in range(num_fits)]) in ended.output
+    assert len(list(tmp_path.glob("run/fit-*"))) == (0 if ends else num_fits)
+
+
+def this_script_of_a_callback() -> Script:
+    """Return the script of this process, as a callback has it."""
+    from lightning_faulttolerant import FaultTolerance
+
+    return FaultTolerance()._options.script
