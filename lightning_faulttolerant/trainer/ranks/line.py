@@ -14,9 +14,11 @@ import os
 import secrets
 import selectors
 import socket
+import time
 import weakref
 from typing import Any, Protocol, final
 
+from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 
 Message = dict[str, Any]
@@ -160,6 +162,24 @@ class Hub:
         self._selector.register(self._server, selectors.EVENT_READ)
         self._nameless: dict[int, _Connection] = {}
         self._others: dict[int, _Connection] = {}
+        self._early: list[tuple[int, Message | None]] = []
+
+    def wait_for(self, num_others: int) -> None:
+        """Wait until all others are connected: what is told before would not come to them.
+
+        Raises:
+            RanksLostError: If they are not within a minute.
+        """
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while len(self._others) < num_others:
+            if time.monotonic() > deadline:
+                raise RanksLostError(
+                    f"only {len(self._others)} of {num_others} ranks have connected to port {self.port} of rank 0"
+                    f" within {_CONNECT_SECONDS:g} seconds. Let the ranks reach all ports"
+                    " of rank 0's machine"
+                )
+            self._early = self.receive()  # with what was there before
+            time.sleep(0.001)
 
     def send(self, message: Message) -> None:
         """Tell all others."""
@@ -168,7 +188,7 @@ class Hub:
 
     def receive(self) -> list[tuple[int, Message | None]]:
         """Return what the others have told."""
-        told: list[tuple[int, Message | None]] = []
+        told, self._early = self._early, []
         for key, _ in self._selector.select(timeout=0):
             if key.fileobj is self._server:
                 self._accept()
@@ -245,4 +265,7 @@ def open_line(ranks: Ranks, host: str) -> Line:
     """
     hub = Hub() if ranks.rank == 0 else None
     told = ranks.from_first("the line", hub and (hub.port, hub.token))
-    return hub if hub is not None else Spoke(ranks.rank, (host, told[0]), told[1])
+    if hub is None:
+        return Spoke(ranks.rank, (host, told[0]), told[1])
+    hub.wait_for(ranks.num_ranks - 1)
+    return hub

@@ -106,6 +106,7 @@ def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called without a model:UserWarning")
+@pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint:UserWarning")
 def test_one_rank_raises_and_its_teardown_hangs(tmp_path: Path) -> None:
     """A callback that saves on an exception waits for the others in a barrier: both end within the bound."""
     on_exception = OnExceptionCheckpoint(tmp_path / "on_exception")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.errors import RanksLostError
+from lightning_faulttolerant.trainer.ranks import line as line_module
 from lightning_faulttolerant.trainer.ranks.line import Hub, Spoke
 
 Told = list[tuple[int, Any]]
@@ -64,6 +66,21 @@ def test_many_ranks_connect_at_once(hub: Hub) -> None:
     time.sleep(0.05)
     told = [*hub.receive(), *hub.receive()]
     assert sorted(rank for rank, _ in told) == list(range(1, 301))
+    for each in spokes:
+        each.close()
+
+
+def test_all_are_connected_before_anything_is_told(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 begins when it knows every rank, so that each hears all; what they say meanwhile is kept."""
+    spokes = [spoke(hub, rank) for rank in (1, 2)]
+    spokes[0].send({"early": 1})
+    hub.wait_for(2)
+    hub.send({"stop": 1})
+    assert [until(each.receive, 1) for each in spokes] == [[(0, {"stop": 1})]] * 2
+    assert until(hub.receive, 1) == [(1, {"early": 1})]
+    monkeypatch.setattr(line_module, "_CONNECT_SECONDS", 0.1)
+    with pytest.raises(RanksLostError, match="only 2 of 3 ranks have connected"):
+        hub.wait_for(3)
     for each in spokes:
         each.close()
 

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer import deadline as deadline_module
 from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import fit_net
+from tests.runs import NoisyDataset, fit_net
 from tests.stopped_ranks import RankProcesses
 
 pytestmark = [
@@ -201,15 +202,13 @@ def _short_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_short_reserve")
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("auto_requeue", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "auto_requeue"), [(1, False), (2, True)])
 def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_path: Path) -> None:
     """Without any signal the job is saved before its time is over, and queued again if it is to be."""
     job = Job(tmp_path, num_ranks=num_ranks)
-    end = int(time.time()) + 5
-    arguments = {"auto_requeue": auto_requeue, "max_epochs": 100}
+    end = int(time.time()) + 8
+    arguments = {"auto_requeue": auto_requeue, "max_epochs": 1000, "num_sanity_val_steps": 0}
     with job.start(environment={"SLURM_JOB_END_TIME": str(end)}, **arguments) as processes:
         ended = processes.wait(seconds=20)
     assert time.time() < end
@@ -226,13 +225,19 @@ def test_end_of_the_job_is_a_deadline(num_ranks: int, auto_requeue: bool, tmp_pa
 def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
     """A validation run that is longer than the time that is left is stopped inside."""
     job = Job(tmp_path, num_ranks=2)
-    end = int(time.time()) + 6
+    end = int(time.time()) + 12
+
+    def validation() -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(4 * 1000), batch_size=4)
+
     arguments: dict[str, Any] = {"auto_requeue": False, "limit_train_batches": 2, "num_sanity_val_steps": 0}
-    with job.start(environment={"SLURM_JOB_END_TIME": str(end)}, seconds=0.9, **arguments) as processes:
+    environment = {"SLURM_JOB_END_TIME": str(end)}
+    with job.start(environment=environment, validation=validation, **arguments) as processes:
         processes.wait_for("validation", 0, 1)
         ended = processes.wait(seconds=20)
     assert time.time() < end + 0.5
     assert [each.exit_code for each in ended] == [75, 75], ended[0].output
+    assert "Stopped by the deadline at the validation run behind batch 2 of epoch 0" in ended[0].output
 
 
 @pytest.mark.slow
