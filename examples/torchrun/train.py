@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits in several processes; kill one of them, and torchrun starts all again.
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 train.py --kill-rank 1
+    torchrun --standalone --nproc-per-node=2 --max-restarts=3 train.py --kill-rank 1
 
 They agree on the newest autosave that verifies and go on: the last line, a digest of the trained weights, is that of a
 run without ``--kill-rank``.

@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
@@ -219,6 +220,7 @@ def _trainer_state(trainer: Trainer) -> dict[str, Any]:
         "validation_is_set_up": compat.validation_is_set_up(trainer),
         "reload_epochs": compat.reload_epochs(trainer),
         "seen_validation_batches": compat.seen_validation_batches(trainer),
+        **{name: getattr(trainer.strategy.model, name) for name in _of_ddp(trainer)},
     }
 
 
@@ -229,3 +231,13 @@ def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
         compat.set_up_validation(trainer)
     compat.set_reload_epochs(trainer, state["reload_epochs"])
     compat.set_seen_validation_batches(trainer, state["seen_validation_batches"])
+    for name in _of_ddp(trainer):
+        if name in state:
+            setattr(trainer.strategy.model, name, state[name])
+
+
+def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
+    # Whether the next forward takes rank 0's buffers. A new DDP does; one behind a forward that reduced no gradients
+    # (validation, an open accumulation window, manual optimization) doesn't, and each rank keeps its own.
+    is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+    return ("require_forward_param_sync",) if is_ddp else ()

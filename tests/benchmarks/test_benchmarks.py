@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import overhead, parts, report, resume, runs, save
+from benchmarks import gather, overhead, parts, report, resume, runs, save
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,32 @@ def test_overhead_gives_a_ratio_within_its_range(case: str, tmp_path: Path) -> N
     assert found["step_us"] > 10
     for variant in ("empty", "with", "with, all steps"):
         assert 0 < found[variant]["low"] <= found[variant]["ratio"] <= found[variant]["high"]
+
+
+def test_overhead_of_two_ranks_is_that_of_their_steps_together(tmp_path: Path) -> None:
+    """Both ranks fit all variants in one order, and rank 0 tells what its steps took."""
+    figures = figures_of(overhead.main, ["--ranks", "2", "--case", "plain"], tmp_path)
+    [found] = figures["cases"].values()
+    assert found["ranks"] == 2
+    assert 0 < found["with"]["low"] <= found["with"]["ratio"] <= found["with"]["high"]
+
+
+@pytest.mark.slow
+def test_gathering_takes_what_its_pieces_take(tmp_path: Path) -> None:
+    """Our part grows with the ranks, all pieces were timed, and a save is the sum of its own."""
+    figures = figures_of(gather.main, [], tmp_path)
+    for case in figures["cases"].values():
+        few, many = case["ranks"].values()
+        assert 0 < 4 * few["part_bytes"] < many["part_bytes"]
+        assert all(seconds > 0 for seconds in many.values())
+        pieces = (many[f"{key}_s"] for key in ("network", "unpickle", "check", "write"))
+        assert many["save_s"] == pytest.approx(sum(pieces))
+    assert figures["exchanged"]["2"]["descriptors"] > 1
+
+
+def test_exchange_grows_by_what_each_rank_adds() -> None:
+    """The line through points that lie on one has its slope."""
+    assert gather.slope({2: 1.0, 4: 2.0, 8: 4.0}) == pytest.approx(0.5)
 
 
 def test_each_case_makes_as_many_batches_as_steps() -> None:
@@ -97,7 +123,8 @@ def test_report_is_made_anew(tmp_path: Path) -> None:
     for name in ("performance.md", "performance.json"):
         shutil.copy(benchmarks.DOCS / name, tmp_path)
     figures = json.loads((tmp_path / "performance.json").read_text())
-    figures["overhead"]["cases"] = {"plain": {**figures["overhead"]["cases"]["plain"], "step_us": 123456.0}}
+    for part in ("overhead", "ranks"):
+        figures[part]["cases"] = {"plain": {**figures[part]["cases"]["plain"], "step_us": 123456.0}}
     (tmp_path / "performance.json").write_text(json.dumps(figures))
     benchmarks.main(["--report", "--directory", str(tmp_path)])
     page = (tmp_path / "performance.md").read_text()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.channel import Channel
+from lightning_faulttolerant.errors import UnsupportedTrainerError
 
 # A save on rank 0 is waited for by all: as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
+_SPARE_DESCRIPTORS = 16  # a listener, an autosave, what workers are told by
 
 
 class Ranks(Protocol):
@@ -74,6 +78,7 @@ class RankGroup:
 
     def __init__(self) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        check_descriptors(self.num_ranks)
         self._channel = Channel(range(self.num_ranks), _TIMEOUT)
 
     def to_first(self, step: str, value: Any) -> list[Any] | None:
@@ -87,6 +92,27 @@ class RankGroup:
     def close(self) -> None:
         """Give the connections back."""
         self._channel.close()
+
+
+def check_descriptors(num_ranks: int) -> None:
+    """Make sure that this process may open as many connections as so many ranks take.
+
+    gloo connects each rank with each other one, and ends the process without a word of Python's when it can't. Rank 0
+    has one more for each.
+
+    Raises:
+        UnsupportedTrainerError: If it may not.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = Path("/proc/self/fd")
+    num_open = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+    needed = num_open + 2 * num_ranks + _SPARE_DESCRIPTORS
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UnsupportedTrainerError(
+            f"This process may have {limit} files and connections open, has {num_open}, and {num_ranks} ranks that save"
+            f" together need {needed}. They could not be connected. Start each rank behind"
+            f" `ulimit -n {max(needed, 65536)}`, or leave FaultTolerance out."
+        )
 
 
 def connect(trainer: Trainer) -> Ranks:

@@ -1,0 +1,32 @@
+"""Buffers that DDP lets each rank keep for itself: a resume must not give all of them rank 0's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
+from tests.runs import FIRST_EPOCH
+
+pytestmark = for_ranks
+
+
+class ManualNet(RankNet):
+    """Is optimized by hand: DDP sends buffers before the first batch only, each rank's batch norm has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def test_each_rank_keeps_its_buffers() -> None:
+    """A rank whose batch norm has seen other batches than rank 0's goes on with its own statistics."""
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=ManualNet)
