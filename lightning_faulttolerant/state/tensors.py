@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 # Prime, so that rows of the usual widths don't fall on the same sums when they change places.
 _NUM_SUMS = 127
+_PLAIN = (Tensor, nn.Parameter)
 
 
-@torch.no_grad()
 def shard_of(tensor: Any) -> Any:
     """Return what this rank holds of a tensor that is spread over ranks (torch's ``DTensor``), any other as it is.
 
     It shares its memory with the tensor, but not always the count of its changes.
     """
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):  # asked of every tensor at each capture
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def gradients_state(module: nn.Module) -> dict[str, Any]:
@@ -161,7 +164,7 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def _bit_sums(tensor: Tensor) -> Tensor:
-    flat = shard_of(tensor).detach().contiguous().reshape(-1)
+    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
