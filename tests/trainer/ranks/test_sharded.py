@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightning_faulttolerant.checkpoint import AutosaveSeries
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
+from lightning_faulttolerant.trainer import choice
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position
 from lightning_faulttolerant.trainer.ranks.group import RankGroup
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
@@ -114,3 +115,11 @@ def _marks(rank: int) -> list[bool]:
 def test_a_change_of_a_shard_is_seen_by_its_rank_alone(tmp_path: Path) -> None:
     """Whether a tensor in shards has moved must be told by each rank of its own part, without asking the others."""
     assert on_ranks(_marks, tmp_path) == [[True, True], [True, False]]
+
+
+def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, caplog: Any) -> None:
+    """A user's directory without what Lightning writes last must not be taken in the place of an autosave."""
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "__0_0.distcp").write_bytes(b"1")
+    assert choice._is_further({}, str(tmp_path / "last.ckpt"))
+    assert "nobody has completed it" in caplog.text
