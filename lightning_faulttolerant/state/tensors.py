@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 # Prime, so that rows of the usual widths don't fall on the same sums when they change places.
 _NUM_SUMS = 127
+_PLAIN = (Tensor, nn.Parameter)
 
 
-@torch.no_grad()
 def shard_of(tensor: Any) -> Any:
     """Return what this rank holds of a tensor that is spread over ranks (torch's ``DTensor``), any other as it is.
 
-    It is the same object each time, without a copy.
+    It shares its memory with the tensor, but not always the count of its changes.
     """
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):  # asked of every tensor at each capture
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def gradients_state(module: nn.Module) -> dict[str, Any]:
@@ -141,13 +144,13 @@ class TensorMarks:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = [shard_of(t) for t in tensors]
+        self._tensors = list(tensors)
         self._marks = [_mark(t) for t in self._tensors]
         self._sums = [_bit_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
-        now = [shard_of(t) for t in tensors]
+        now = list(tensors)
         if len(now) != len(self._tensors) or any(a is not b for a, b in zip(now, self._tensors, strict=True)):
             return False
         if [_mark(t) for t in now] != self._marks:
@@ -156,12 +159,12 @@ class TensorMarks:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor._version
+    return shard_of(tensor).data_ptr(), tensor._version
 
 
 @torch.no_grad()
 def _bit_sums(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

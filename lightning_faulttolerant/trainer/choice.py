@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
 from lightning_faulttolerant.checkpoint.summary import read_summary
@@ -112,6 +113,8 @@ def _is_further(ours: Mapping[str, Any], path: str) -> bool:
     one that can't be taken, damaged or refused by ``weights_only=True``: the fit would fail, at each start again.
     """
     try:
+        if _is_unfinished(path):
+            raise CheckpointError(f"It has no {METADATA_NAME}: nobody has completed it.")
         theirs, is_refused = _content_of(path)
         part = theirs.get(KEY)
         if progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part):
@@ -140,6 +143,11 @@ def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:
         with open_file(path) as file:
             content: Mapping[str, Any] = read_summary(file, name=path).content
         return content, True
+
+
+def _is_unfinished(path: str) -> bool:
+    """Return whether a checkpoint is a directory of shards without what Lightning writes last."""
+    return not is_url(path) and os.path.isdir(path) and not os.path.exists(os.path.join(path, METADATA_NAME))
 
 
 def _damage_of(path: str) -> str | None:

@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
+from tests.hook_saves import assert_goes_on_from, saver
 from tests.rank_runs import assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, NoisyDataset
 from tests.sharded import (
@@ -46,9 +47,12 @@ def test_fsdp2_goes_on_in_a_later_epoch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
-    """An optimizer that waits for its first step, and gathers gradients, is saved and restored as it is."""
+    """An optimizer that waits for its first step, and gathers gradients, is saved and restored as it is.
+
+    Right behind a validation run, where FSDP2 holds the whole module.
+    """
     strategy = fsdp2(save_distributed_checkpoint=is_sharded)
-    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy)
+    assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, val_check_interval=3)
 
 
 @pytest.mark.slow
@@ -71,6 +75,22 @@ def test_tensor_parallel_goes_on() -> None:
     """With one rank of a module that is cut over ranks killed, both go on exactly where they were."""
     arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0}
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
+def test_checkpoints_that_others_ask_for_go_on(hook: str, is_sharded: bool) -> None:
+    """What a callback has saved in a hook, behind a batch and before a validation run, is gone on from exactly, too."""
+    assert_goes_on_from(
+        hook,
+        users=lambda: [saver(hook, 1)],
+        module=ShardedNet,
+        train=shuffled,
+        num_ranks=2,
+        devices=2,
+        strategy=fsdp2(save_distributed_checkpoint=is_sharded),
+    )
 
 
 @pytest.mark.slow

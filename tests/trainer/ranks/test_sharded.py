@@ -1,0 +1,125 @@
+"""Several ranks write one directory of shards, or none; tensors in shards are saved and put back as they were."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from lightning_faulttolerant.checkpoint import AutosaveSeries
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.state.tensors import TensorMarks, gradients_state, load_gradients
+from lightning_faulttolerant.trainer import choice
+from lightning_faulttolerant.trainer.position import BOUNDARY, Position
+from lightning_faulttolerant.trainer.ranks.group import RankGroup
+from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
+from tests.ranks import on_ranks
+
+
+class Writes:
+    """Writes as a strategy does, each rank a file of its own; fails on one rank in the saves of some numbers."""
+
+    def __init__(self, rank: int, *, fails: tuple[int, int] | None = None) -> None:
+        self._rank = rank
+        self._fails = fails
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], directory: str) -> None:
+        if self._fails == (self._rank, checkpoint["number"]):
+            raise OSError(28, "No space left on device")
+        Path(directory, f"__{self._rank}_0.distcp").write_bytes(bytes([checkpoint["number"]]) * 100)
+        if self._rank == 0:
+            torch.save(checkpoint, Path(directory, METADATA_NAME))
+
+
+def _save_three(rank: int, directory: Path, fails: tuple[int, int] | None) -> list[str]:
+    ranks = RankGroup("127.0.0.1")
+    series = AutosaveSeries(directory, keep_last=2) if rank == 0 else None
+    writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails)), series, ranks)  # type: ignore[arg-type]
+    outcomes = []
+    for number in range(3):
+        position = Position(where=BOUNDARY, epoch=0, batch=number, global_step=number)
+        try:
+            outcomes.append(os.path.basename(writer.save({"number": number}, position)))
+        except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
+            outcomes.append(f"{type(error).__name__}: {error}")
+    ranks.close()
+    return outcomes
+
+
+def test_all_ranks_write_one_directory(tmp_path: Path) -> None:
+    """Each rank's files must be in the manifest, every rank know the path, and two directories be kept."""
+    directory = tmp_path / "fit-1"
+    first, second = on_ranks(lambda rank: _save_three(rank, directory, None), tmp_path / "ranks")
+    assert first == second
+    assert sorted(os.listdir(directory)) == first[1:]
+    path, content = AutosaveSeries(directory).load_newest() or ("", {})
+    assert content == {"number": 2}
+    assert sorted(name for name in os.listdir(path) if name.endswith(".distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+
+
+def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
+    """If one rank fails, all must raise and name it, nothing be left, and the next save succeed."""
+    directory = tmp_path / "fit-1"
+    first, second = on_ranks(lambda rank: _save_three(rank, directory, (1, 1)), tmp_path / "ranks")
+    assert "rank 1: OSError: [Errno 28] No space left on device" in first[1]
+    assert "autosaves so far are there" in first[1]
+    assert second[1] == "OSError: [Errno 28] No space left on device"
+    assert sorted(os.listdir(directory)) == [first[0], first[2]]
+
+
+def _gradients(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Linear(3, 2)
+    module.weight = nn.Parameter(distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [Shard(0)]))
+    module.bias = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
+    module.weight.grad = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])
+    module.bias.grad = DTensor.from_local(torch.full((2,), float(rank + 1)), mesh, [Partial()])
+    state = gradients_state(module)
+    module.weight.grad = module.bias.grad = None
+    load_gradients(module, state)
+    weight, bias = module.weight.grad, module.bias.grad
+    assert weight is not None
+    assert bias is not None
+    return [
+        torch.equal(weight.to_local(), torch.ones(1, 3)),
+        repr(weight.placements),
+        bias.to_local().tolist(),
+        repr(bias.placements),
+        all(type(value) in (torch.Tensor, list) for entry in state.values() for value in entry.values()),
+    ]
+
+
+def test_gradients_in_shards_come_back_as_they_were(tmp_path: Path) -> None:
+    """A gradient in shards, and one that is a sum not made yet, must come back with each rank's part, unsummed."""
+    first, second = on_ranks(_gradients, tmp_path)
+    assert first == [True, "(Shard(dim=0),)", [1.0, 1.0], "(Partial(sum),)", True]
+    assert second == [True, "(Shard(dim=0),)", [2.0, 2.0], "(Partial(sum),)", True]
+
+
+def _marks(rank: int) -> list[bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [Shard(0)]))
+    marks = TensorMarks([weight])
+    before = marks.unmoved([weight])
+    if rank == 1:
+        weight.to_local().data[0, 0] += 1
+    return [before, marks.unmoved([weight])]
+
+
+def test_a_change_of_a_shard_is_seen_by_its_rank_alone(tmp_path: Path) -> None:
+    """Whether a tensor in shards has moved must be told by each rank of its own part, without asking the others."""
+    assert on_ranks(_marks, tmp_path) == [[True, True], [True, False]]
+
+
+def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, caplog: Any) -> None:
+    """A user's directory without what Lightning writes last must not be taken in the place of an autosave."""
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "__0_0.distcp").write_bytes(b"1")
+    assert choice._is_further({}, str(tmp_path / "last.ckpt"))
+    assert "nobody has completed it" in caplog.text

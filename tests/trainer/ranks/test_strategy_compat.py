@@ -1,0 +1,45 @@
+"""The contract with Lightning's strategies: each private name that is touched is in the installed version."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.trainer.ranks import compat
+from lightning_faulttolerant.trainer.ranks.compat import STRATEGY_SEAMS, saves_shards
+from tests.contract import missing, private_names
+
+
+@pytest.mark.parametrize("path", STRATEGY_SEAMS)
+def test_name_exists(path: str) -> None:
+    """Each private name must be there, or the message says which feature breaks."""
+    made = {"ModelParallelStrategy": ModelParallelStrategy(), "FSDPStrategy": FSDPStrategy()}
+    problem = missing(made[path.partition(".")[0]], path, STRATEGY_SEAMS)
+    assert problem is None, problem
+
+
+def test_each_name_is_listed() -> None:
+    """No private name may be touched that the contract does not hold."""
+    listed = {path.rpartition(".")[2] for path in STRATEGY_SEAMS}
+    assert private_names(compat) <= listed | {"_METADATA_FILENAME"}
+
+
+def test_name_of_the_file_beside_the_shards() -> None:
+    """What Lightning calls it must be what autosaves are verified and loaded by."""
+    assert compat.METADATA_NAME == METADATA_NAME
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (ModelParallelStrategy(), True),
+        (ModelParallelStrategy(save_distributed_checkpoint=False), False),
+        (FSDPStrategy(state_dict_type="sharded"), True),
+        (FSDPStrategy(), False),
+    ],
+    ids=["fsdp2", "fsdp2-file", "fsdp1", "fsdp1-file"],
+)
+def test_who_saves_shards(strategy: object, expected: bool) -> None:
+    """A strategy must be known to write a directory exactly if it does."""
+    assert saves_shards(strategy) == expected
