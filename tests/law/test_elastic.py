@@ -176,6 +176,7 @@ def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
     assert found == expected[1].batches(0)
     assert done[2].batches(1) == expected[1].batches(1)
     assert done[2].of("report")[0]["not_exact"] == []
+    assert_values_of(done, 0)
 
 
 @pytest.mark.slow
