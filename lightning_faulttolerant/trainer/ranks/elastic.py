@@ -21,6 +21,7 @@ from lightning_faulttolerant.loader.resized import DEAL, between, state_for_othe
 from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.fingerprint import tensor_parallel_size
 from lightning_faulttolerant.trainer.logged.merge import merged_results
 from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
@@ -72,6 +73,12 @@ class Resized:
 
     def _redistributed(self, fingerprint: State, rank: int, *, is_per_sample: bool) -> dict[str, Any]:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
+        if tensor_parallel_size(self._trainer) > 1:
+            raise NotExactError(
+                f"The checkpoint can't go on with another number of ranks ({self.ranks}) under tensor parallelism:"
+                " several ranks see the same batches, and what each of them has added up would be counted as if it were"
+                " of batches of its own. Start with as many ranks as before."
+            )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])
         metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank, num_ranks=num_ranks)
