@@ -191,11 +191,12 @@ class Autosaver:
         """Put our part into a checkpoint that somebody else asks for; a collective, but for one of a rank by itself."""
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
+        inexact = save.inexact if save.is_of_one_rank else (*save.inexact, *self._replicas.why_not_exact())
         more = {"instead": save.instead, "before_validation": save.before_validation}
         part = self._part_of_all(ranks, save.position, save.state, checkpoint, save.instead)
         if part is not None:
             own = {name: dict(value) for name, value in more.items() if value is not None}
-            checkpoint[KEY] = {**part, "behind": list(save.behind), "inexact": list(save.inexact), **own}
+            checkpoint[KEY] = {**part, "behind": list(save.behind), "inexact": list(inexact), **own}
 
     def _part_of_all(
         self,

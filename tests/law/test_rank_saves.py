@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.testing import NotTheSame
 from lightning_faulttolerant.trainer import resume
 from tests.hook_saves import assert_goes_on_from, saver, saving_module
+from tests.law import elastic_runs
 from tests.law.test_ranks import of_first_rank
 from tests.rank_runs import RankNet, for_ranks, shuffled
 from tests.runs import NoisyDataset
@@ -135,6 +136,23 @@ def test_what_each_rank_keeps_is_of_the_same_instant(hook: str, strategy: Any) -
         devices=2,
         strategy=strategy,
     )
+
+
+class DriftingNet(elastic_runs.Net):
+    """Changes a weight by itself, on one rank only, in the batch of the checkpoint."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.layers[0].weight.data[0, 0] += 0.01 * self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_weights_that_have_drifted_apart_are_refused() -> None:
+    """From a checkpoint of weights that were not the same on all ranks a resume is refused, and they are named."""
+    plan = elastic_runs.Plan(make_module=DriftingNet)
+    legs = [elastic_runs.Leg(num_ranks=2, save=(0, 1)), elastic_runs.Leg(num_ranks=2)]
+    elastic_runs.run(plan, *legs, error="The ranks hold different values of layers.0.weight")
 
 
 def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

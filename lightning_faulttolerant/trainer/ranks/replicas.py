@@ -47,23 +47,39 @@ class Replicas:
         Raises:
             NotExactError: If `strict`, and ranks hold different values of the same parameter.
         """
-        if self._ranks.num_ranks == 1 or isinstance(self._trainer.strategy, FSDPStrategy):
-            return  # FSDPStrategy leaves each rank with a part of its own
-        reshard(self._trainer)
-        told = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
-        differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
-        if not differing:
+        reason = self._difference()
+        if not reason:
             return
-        more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
-        reason = (
-            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
-            f" parameter that is not in shards once, so the run would not go on exactly. {self._advice()}"
-        )
         if self._strict:
             raise NotExactError(f"{reason}; or pass FaultTolerance(strict=False).")
         if not self._has_warned and self._ranks.rank == 0:
             _log.warning("%s.", reason)
         self._has_warned = True
+
+    def why_not_exact(self) -> tuple[str, ...]:
+        """Return why a checkpoint that somebody else asks for can't be exact, if weights are why; a collective.
+
+        Only where nothing is in shards: it may be the middle of a batch.
+        """
+        if isinstance(self._trainer.strategy, ModelParallelStrategy):
+            return ()
+        reason = self._difference()
+        return (reason,) if reason else ()
+
+    def _difference(self) -> str:
+        """Return what is not the same on all ranks, as a sentence, or nothing; a collective."""
+        if self._ranks.num_ranks == 1 or isinstance(self._trainer.strategy, FSDPStrategy):
+            return ""  # FSDPStrategy leaves each rank with a part of its own
+        reshard(self._trainer)
+        told = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
+        differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
+        if not differing:
+            return ""
+        more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
+        return (
+            f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
+            f" parameter that is not in shards once, so the run would not go on exactly. {self._advice()}"
+        )
 
     def _advice(self) -> str:
         if isinstance(self._trainer.strategy, ModelParallelStrategy):
