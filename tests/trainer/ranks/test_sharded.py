@@ -38,7 +38,7 @@ class Writes:
 
 
 def _save_three(rank: int, directory: Path, fails: tuple[int, int] | None) -> list[str]:
-    ranks = RankGroup("127.0.0.1")
+    ranks = RankGroup()
     series = AutosaveSeries(directory, keep_last=2) if rank == 0 else None
     writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails)), series, ranks)  # type: ignore[arg-type]
     outcomes = []
