@@ -20,9 +20,17 @@ States = Sequence[Mapping[str, Any]]
 
 
 def merged_gradients(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the gradients that each of any number of ranks is to have: the mean, as DDP takes it when it steps."""
+    """Return the gradients that each of any number of ranks is to have: the mean, as DDP takes it when it steps.
+
+    One that is in shards stays that of the first rank.
+    """
     names = {name for state in states for name in state}
-    return {name: sum(s[name] for s in states if name in s) / len(states) for name in sorted(names)}  # type: ignore[misc]
+    return {name: _merged_gradient([s[name] for s in states if name in s], len(states)) for name in sorted(names)}
+
+
+def _merged_gradient(gradients: Sequence[Any], num_ranks: int) -> Any:
+    first = gradients[0]
+    return sum(gradients[1:], first) / num_ranks if isinstance(first, Tensor) else first
 
 
 def merged_metrics(states: States, module: nn.Module, *, rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:

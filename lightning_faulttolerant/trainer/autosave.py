@@ -31,7 +31,7 @@ from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
     make_loadable,
     without_state,
 )
-from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, full_state, gather
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
@@ -192,19 +192,27 @@ class Autosaver:
         self._run_state.files.flush()
         ranks = Alone(rank=self._ranks.rank) if save.is_of_one_rank else self._ranks
         more = {"instead": save.instead, "before_validation": save.before_validation}
-        part = self._part_of_all(ranks, save.position, save.state, checkpoint)
+        part = self._part_of_all(ranks, save.position, save.state, checkpoint, save.instead)
         if part is not None:
             own = {name: dict(value) for name, value in more.items() if value is not None}
             checkpoint[KEY] = {**part, "behind": list(save.behind), "inexact": list(save.inexact), **own}
 
     def _part_of_all(
-        self, ranks: Ranks, position: Position, state: Mapping[str, Any], checkpoint: Mapping[str, Any]
+        self,
+        ranks: Ranks,
+        position: Position,
+        state: Mapping[str, Any],
+        checkpoint: Mapping[str, Any],
+        instead: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         """Return our part of a checkpoint on rank 0, ``None`` on the others."""
         header = self._header()
         if ranks.num_ranks > 1:
             state = {**state, FINGERPRINT: header["fingerprint"]["loaders"]}
-        packed = gather(ranks, position, state, full_state(state, checkpoint, self._trainer.lightning_module))
+        checkpoint = as_captured(checkpoint, instead, self._trainer)
+        buffers = {} if instead is None else instead["buffers"]
+        full = full_state(state, checkpoint, self._trainer.lightning_module, buffers=buffers)
+        packed = gather(ranks, position, state, full)
         if packed is None:
             return None
         world_size = self._trainer.world_size
@@ -323,21 +331,17 @@ def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position
     """Put the parts of a capture, `Capture.instead`, in the place of those that Lightning dumped later."""
     checkpoint["epoch"], checkpoint["global_step"] = position.epoch, position.global_step
     checkpoint["loops"]["fit_loop"] = instead["loops"]
-    checkpoint["callbacks"] = instead["callbacks"]
+    checkpoint.update(as_captured(checkpoint, instead, trainer))
     # WeightAveraging keeps the module's own state apart, and puts the averages in its place.
     weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
     whole = {name: value for name, value in weights.items() if shard_of(value) is value}
     weights.update({name: buffer for name, buffer in instead["buffers"].items() if name in whole})
     if weights:  # of a strategy that gathers them, only rank 0 has them
         weights.update(instead["extra"])
-    checkpoint["lr_schedulers"] = instead["schedulers"]
     states = [state for state in checkpoint.get("optimizer_states", ()) if state]
     for state, groups in zip(states, instead["param_groups"], strict=bool(states)):
         pairs = zip(state["param_groups"], groups, strict=True)
         state["param_groups"] = [{**group, **kept} for group, kept in pairs]
-    precision_key = type(trainer.precision_plugin).__qualname__
-    if precision_key in checkpoint:
-        checkpoint[precision_key] = instead["precision"]
 
 
 def _pickled(key: str, value: Any) -> bytes | None:

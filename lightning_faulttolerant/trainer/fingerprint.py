@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
@@ -94,7 +94,15 @@ def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
     """Return what of the trainer's arguments the order and grouping of batches depends on."""
     names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
     arguments = {name: _plain(getattr(trainer, name)) for name in names}
-    return {**arguments, "world_size": trainer.world_size, "precision": str(trainer.precision)}
+    cut = {} if tensor_parallel_size(trainer) == 1 else {"tensor_parallel_size": tensor_parallel_size(trainer)}
+    return {**arguments, "world_size": trainer.world_size, "precision": str(trainer.precision), **cut}
+
+
+def tensor_parallel_size(trainer: Trainer) -> int:
+    """Return over how many ranks layers are cut, which all see the same batches."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return 1
+    return trainer.strategy.device_mesh["tensor_parallel"].size()
 
 
 def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
-from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, state_of
+from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
@@ -120,6 +120,7 @@ class Resume:
             self.position = None
             return
         self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
+        checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
             self._state = state_of(part, self._rank, checkpoint)
         else:
@@ -144,6 +145,7 @@ class Resume:
             self.position,
             part["fingerprint"],
             rank=self._rank,
+            apart=kept_apart(part, checkpoint),
             is_per_sample=self._options.worker_rng == "per_sample",
         )
         self._state = self._resized.state

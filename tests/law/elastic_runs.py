@@ -137,7 +137,8 @@ class Ledger(Callback):
     ) -> None:
         entry = {"index": batch[0].tolist(), "noise": batch[1].tolist(), "loss": outputs["loss"].item()}
         where = {"epoch": trainer.current_epoch, "batch": batch_idx, "step": trainer.global_step}
-        weights = torch.cat([p.detach().reshape(-1) for p in pl_module.parameters()])
+        wholes = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in pl_module.parameters()]
+        weights = torch.cat([whole.detach().reshape(-1) for whole in wholes])
         self.write(what="batch", **entry, **where, weights=weights.tolist())
         self._save(trainer, batch_idx)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import WeightedRandomSampler
 
-from tests.law.elastic_runs import Entries, Leg, Plan, Rows, consumed, run
+from tests.law.elastic_runs import Entries, Leg, Net, Plan, Rows, consumed, run
+from tests.sharded import fsdp2
 
 PER_SAMPLE = Plan(options={"worker_rng": "per_sample"})
 
@@ -141,6 +145,114 @@ def test_random_generators_are_an_error_unless_allowed() -> None:
     done = run(Plan(), first, Leg(num_ranks=1, options={"elastic": True}))
     assert sorted(consumed(done, 0)) == list(range(26))
     assert any("random generators of the ranks" in line for line in done[1].of("report")[0]["not_exact"])
+
+
+class ManualNet(Net):
+    """Steps behind every fourth batch, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss / 4)
+        if batch_idx % 4 == 3:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.slow
+def test_gradients_that_the_module_keeps_itself() -> None:
+    """They go on with an equal global batch; with another one nobody knows what they weigh, which is an error."""
+    plan = Plan(options=PER_SAMPLE.options, length=32, make_module=ManualNet, max_epochs=1)
+    uninterrupted = run(plan, Leg(num_ranks=2))
+    done = run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1, batch_size=4))
+    expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1), error="how many batches they are of is not known")
+
+
+class NetInShards(Net):
+    """Its layers are in shards."""
+
+    def configure_model(self) -> None:
+        for layer in (self.layers[0], self.layers[3], self.layers):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
+def test_shards_are_cut_anew(is_sharded: bool) -> None:
+    """From two ranks of FSDP2 to one and back the steps of an equal global batch are the same."""
+    plan = Plan(options=PER_SAMPLE.options, length=48, max_epochs=1, make_module=NetInShards)
+    two, one = (
+        {
+            "num_ranks": n,
+            "batch_size": 4 // n,
+            "arguments": {"strategy": fsdp2(n, save_distributed_checkpoint=is_sharded)},
+        }
+        for n in (2, 1)
+    )
+    uninterrupted = run(plan, Leg(**two))
+    done = run(plan, Leg(**two, kill=(0, 3)), Leg(**one, kill=(0, 7)), Leg(**two))
+    assert consumed(done, 0) == consumed(uninterrupted, 0)
+    expected, found = (torch.tensor(entries[-1].batches(0)[-1][0]["weights"]) for entries in (uninterrupted, done))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_open_windows_of_shards_are_refused() -> None:
+    """Gradients that are in shards can't be cut anew: from the middle of an accumulation window that is an error."""
+    arguments = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
+    plan = Plan(options={**PER_SAMPLE.options, "elastic": True}, make_module=NetInShards)
+    two, one = ({"num_ranks": n, "arguments": {**arguments, "strategy": fsdp2(n)}} for n in (2, 1))
+    run(plan, Leg(**two, save=(0, 2)), Leg(**one), error="inside an open accumulation window")
+
+
+class ApartNet(Net):
+    """Adds up in a buffer what its rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch[0].sum()
+        return super().training_step(batch, batch_idx)
+
+
+class Sum(Callback):
+    """Adds up what its rank has seen."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += int(batch[0].sum())
+
+
+class SummedNet(ApartNet):
+    """Brings its callback."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [Sum()]
+
+
+@pytest.mark.slow
+def test_what_ranks_had_apart_is_told() -> None:
+    """Buffers and callbacks' states that were others on each rank go on as rank 0's, and the report names them."""
+    plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
+    done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
+    (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "these are rank 0's" in line]
+    assert line.endswith("these are rank 0's: buffers.seen, callbacks.Sum")
 
 
 @pytest.mark.slow

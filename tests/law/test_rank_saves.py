@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import NotTheSame
@@ -14,6 +16,7 @@ from tests.hook_saves import assert_goes_on_from, saver, saving_module
 from tests.law.test_ranks import of_first_rank
 from tests.rank_runs import RankNet, for_ranks, shuffled
 from tests.runs import NoisyDataset
+from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = for_ranks
 # Which call of the hook saves: in the first epoch, which has 8 batches and 2 of validation.
@@ -65,6 +68,73 @@ def test_saved_by_the_module() -> None:
 def test_saved_in_a_window() -> None:
     """So it does from one inside an accumulation window: each rank has gradients of its own."""
     assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)
+
+
+class Ticks(Callback):
+    """Counts batches, with another step on each rank, and logs how many."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.count += 1 + trainer.global_rank
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.count += 1 + trainer.global_rank
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        pl_module.log("ticks", float(self.count))
+
+
+class SeenNet(RankNet):
+    """Adds up what it has seen, in the state_dict and beside it, and logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("seen_beside", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._see(batch)
+        self.log_dict({"seen": self.seen.clone(), "seen_beside": self.seen_beside.clone()})
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._see(batch)
+        super().validation_step(batch, batch_idx)
+
+    def _see(self, batch: Tensor) -> None:
+        self.seen += batch.sum()
+        self.seen_beside += batch.sum()
+
+
+class SeenInShardsNet(SeenNet, ShardedNet):
+    """The same in shards."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "strategy"),
+    [("on_train_batch_start", "ddp"), ("on_validation_batch_end", "ddp"), ("on_validation_batch_end", fsdp2())],
+)
+def test_what_each_rank_keeps_is_of_the_same_instant(hook: str, strategy: Any) -> None:
+    """Saved in the middle of a batch, what callbacks and buffers of each rank hold is that of the batch's start."""
+    assert_goes_on_from(
+        hook,
+        users=lambda: [Ticks(), saver(hook, CALLS[hook])],
+        module=SeenNet if strategy == "ddp" else SeenInShardsNet,
+        num_ranks=2,
+        train=shuffled,
+        validation=lambda: DataLoader(NoisyDataset(16), batch_size=4),
+        devices=2,
+        strategy=strategy,
+    )
 
 
 def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,18 @@ def test_other_seed_of_the_distributed_sampler_is_refused(tmp_path: Path) -> Non
     resumed = runs.start("run", [], seed=2, with_callback=True)
     assert resumed.exit_code == 1, resumed.output
     assert "sampler_seed: 0 when it was saved, 1 now" in resumed.output
+
+
+class DriftingNet(RankNet):
+    """Changes a weight by itself, on one rank only."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[0].weight.data[0, 0] += 0.01 * self.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_weights_that_drift_apart_are_refused() -> None:
+    """A checkpoint has weights once: that they differ from rank to rank is an error which names them."""
+    with pytest.raises(NotTheSame, match=r"NotExactError: The ranks hold different values of layers\.0\.weight\."):
+        assert_ranks_resume(rank_fit(2, module=DriftingNet), [KillAt(3)])

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
 from tests.hook_saves import assert_goes_on_from, saver
+from tests.law import elastic_runs
 from tests.rank_runs import assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, NoisyDataset
 from tests.sharded import (
@@ -99,6 +101,25 @@ def test_replicas_that_differ_are_refused() -> None:
     fit = rank_fit(2, module=PartlyShardedNet, strategy=fsdp2())
     with pytest.raises(NotTheSame, match=r"NotExactError: The ranks hold different values of layers\.3\.weight"):
         assert_ranks_resume(fit, [KillAt(3)])
+
+
+class CutNet(elastic_runs.Net):
+    """Its linear layers are cut over ranks that see the same batches."""
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+        parallelize_module(self.layers, self.device_mesh["tensor_parallel"], plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "error"), [(1, "tensor_parallel_size: 2 when it was saved"), (3, "under tensor parallelism")]
+)
+def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
+    """What ranks with the same batches have added up can't be dealt to others: an error, even between two epochs."""
+    plan = elastic_runs.Plan(options={"elastic": True}, make_module=CutNet, arguments={"limit_val_batches": 0})
+    two, other = ({"num_ranks": n, "arguments": {"strategy": tensor_parallel(n)}} for n in (2, size))
+    elastic_runs.run(plan, elastic_runs.Leg(**two, save=(1, "start")), elastic_runs.Leg(**other), error=error)
 
 
 @pytest.mark.slow

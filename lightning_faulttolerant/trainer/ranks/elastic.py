@@ -12,14 +12,16 @@ from dataclasses import replace
 from sys import maxsize
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.resized import DEAL, between, state_for_others
 from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.fingerprint import tensor_parallel_size
 from lightning_faulttolerant.trainer.logged.merge import merged_results
 from lightning_faulttolerant.trainer.position import BATCH_END, EPOCH_END, VALIDATION, VALIDATION_END, Position
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT
@@ -38,6 +40,7 @@ class Resized:
         position: Where they were.
         fingerprint: What the run was.
         rank: Which rank this is.
+        apart: What the ranks that saved had apart, and is not merged.
         is_per_sample: Whether samples are seeded one by one.
 
     Raises:
@@ -52,6 +55,7 @@ class Resized:
         fingerprint: State,
         *,
         rank: int,
+        apart: Sequence[str],
         is_per_sample: bool,
     ) -> None:
         self._trainer = trainer
@@ -62,13 +66,19 @@ class Resized:
         self.ranks = f"{_ranks(len(states))} when it was saved, {_ranks(trainer.world_size)} now"
         self.lost: list[str] = []
         """What can't be carried over."""
-        self.told: list[str] = []
+        self.told = [f"of what the ranks had apart, these are rank 0's: {', '.join(apart)}"] if apart else []
         """What is not as in the uninterrupted run, though nothing of it is lost."""
         self._window: Window | None = None
         self.state = self._redistributed(fingerprint, rank, is_per_sample=is_per_sample)
 
     def _redistributed(self, fingerprint: State, rank: int, *, is_per_sample: bool) -> dict[str, Any]:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
+        if tensor_parallel_size(self._trainer) > 1:
+            raise NotExactError(
+                f"The checkpoint can't go on with another number of ranks ({self.ranks}) under tensor parallelism:"
+                " several ranks see the same batches, and what each of them has added up would be counted as if it were"
+                " of batches of its own. Start with as many ranks as before."
+            )
         module: LightningModule = self._trainer.lightning_module
         loaders = self._loaders(fingerprint["loaders"])
         metrics, lost = merged_metrics([s["metrics"] for s in states], module, rank=rank, num_ranks=num_ranks)
@@ -79,7 +89,6 @@ class Resized:
         saved_accumulation = fingerprint["trainer"]["accumulate_grad_batches"]
         if saved_accumulation != self._trainer.accumulate_grad_batches:
             first = {**first, "trainer": {**first["trainer"], "accumulate_grad_batches": self._accumulation_now()}}
-        self._buffers_differ()
         return {
             **{name: part for name, part in first.items() if name in _OF_RANK_0},
             "rng": _own_or_fresh([of_devices_here(s["rng"]) for s in states], rank, fresh_rng_state),
@@ -107,13 +116,6 @@ class Resized:
             ' ranks that were not there draw from states of their own. With worker_rng="per_sample" the augmentation of'
             " a sample is the same for any number of ranks"
         )
-
-    def _buffers_differ(self) -> None:
-        first = self._states[0].get("buffers", {})
-        others = [state.get("buffers", {}) for state in self._states[1:]]
-        names = [n for n in first if any(n in o and not torch.equal(first[n].cpu(), o[n].cpu()) for o in others)]
-        if names:
-            self.told.append(f"buffers that are not in the state_dict are those of rank 0: {', '.join(names)}")
 
     def _loaders(self, fingerprints: State) -> dict[str, Any]:
         first = self._states[0]["loaders"]
@@ -153,6 +155,13 @@ class Resized:
         merged = merged_gradients([state["gradients"] for state in self._states])
         if not merged:
             return {}
+        in_shards = (FSDPStrategy, ModelParallelStrategy)
+        if isinstance(self._trainer.strategy, in_shards) or not all(isinstance(g, Tensor) for g in merged.values()):
+            raise NotExactError(
+                f"The checkpoint can't go on with another number of ranks ({self.ranks}): it was taken inside an open"
+                " accumulation window, whose gradients are in shards, and shards of gradients are not cut anew. Go on"
+                " with as many ranks as before, or from a checkpoint behind an optimizer step."
+            )
         places = self._states[0]["loaders"]["places"]
         records = [state["record"] for place, state in places.items() if place.startswith(TRAIN)]
         share = records[0].get("share") if records and records[0] is not None else None

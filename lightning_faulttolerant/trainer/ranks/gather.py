@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.errors import RanksLostError
@@ -24,6 +25,8 @@ LIGHTNINGS = "lightning"
 BUFFERS = "buffers"
 FINGERPRINT = "fingerprint"
 
+_APART = (BUFFERS, LIGHTNINGS, "callbacks", "flags", "trainer")
+
 OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type", "datamodule_hparams_type")
 """A resume doesn't need these, and they may hold any object."""
 
@@ -32,9 +35,32 @@ _WEIGHTS = ("state_dict", "current_model_state", "optimizer_states")
 _SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
 
 
-def full_state(state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:
-    """Return the state of a rank with what Lightning would keep of rank 0 only."""
-    return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: {**buffers_state(module), **state.get(BUFFERS, {})}}
+def full_state(
+    state: Mapping[str, Any], checkpoint: Mapping[str, Any], module: Any, *, buffers: Mapping[str, Any] = {}
+) -> dict[str, Any]:
+    """Return the state of a rank with what Lightning would keep of rank 0 only.
+
+    Args:
+        state: Of this rank.
+        checkpoint: Lightning's, as it was at the instant of that state.
+        module: Whose it is.
+        buffers: Those of its buffers that are others now.
+    """
+    found = {**buffers_state(module), **buffers, **state.get(BUFFERS, {})}
+    return {**state, LIGHTNINGS: _lightnings(checkpoint), BUFFERS: found}
+
+
+def as_captured(
+    checkpoint: Mapping[str, Any], instead: Mapping[str, Any] | None, trainer: Trainer
+) -> Mapping[str, Any]:
+    """Return Lightning's checkpoint with those of its parts that may be a rank's own as they were at a capture."""
+    if instead is None:
+        return checkpoint
+    found = {**checkpoint, "callbacks": instead["callbacks"], "lr_schedulers": instead["schedulers"]}
+    precision_key = type(trainer.precision_plugin).__qualname__
+    if precision_key in found:
+        found[precision_key] = instead["precision"]
+    return found
 
 
 def gather(
@@ -82,6 +108,34 @@ def state_of(part: Mapping[str, Any], rank: int, checkpoint: Mapping[str, Any]) 
     # Which files there were is rank 0's to say, who writes them: the others may have looked while it did.
     found = first["files"]["checkpoints"]["found"] if "files" in first else None
     return state if found is None else _with_found(state, found)
+
+
+def kept_apart(part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the names of what other ranks have otherwise than rank 0, and nobody merges.
+
+    Args:
+        part: Our part of the checkpoint.
+        checkpoint: The whole.
+    """
+    first = {**unpack_blobs(part["ranks"][0]), LIGHTNINGS: _lightnings(checkpoint)}
+    names: dict[str, None] = {}
+    for rank in range(1, len(part["ranks"])):
+        state = state_of(part, rank, checkpoint)
+        # A buffer of the state_dict is in it only if it differs.
+        names.update(dict.fromkeys(f"{BUFFERS}.{name}" for name in state[BUFFERS].keys() - first[BUFFERS].keys()))
+        for kind in _APART:
+            names.update(dict.fromkeys(_names(first.get(kind), state.get(kind), "" if kind == LIGHTNINGS else kind)))
+    return sorted(names)
+
+
+def _names(first: Any, other: Any, path: str = "", depth: int = 2) -> list[str]:
+    if digests_of(first) == digests_of(other):
+        return []
+    if not depth or not isinstance(first, Mapping) or not isinstance(other, Mapping):
+        return [path]
+    inner = "" if not path else f"{path}."
+    keys = {**first, **other}
+    return [name for key in keys for name in _names(first.get(key), other.get(key), f"{inner}{key}", depth - 1)]
 
 
 def _with_found(state: dict[str, Any], found: Any) -> dict[str, Any]:

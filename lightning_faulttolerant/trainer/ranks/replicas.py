@@ -1,7 +1,8 @@
 """Parameters that several ranks hold alike: a checkpoint has each once, so a difference between them would be lost.
 
 Under tensor parallelism nobody averages the gradients of what is not cut over the ranks: it stays alike only as long as
-all of them see the same batches and draw the same.
+all of them see the same batches and draw the same. Under DDP a rank may change weights by itself, or average them now
+and then only (``model_averaging_period``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.state.differences import digests_of
-from lightning_faulttolerant.state.tensors import shard_of
+from lightning_faulttolerant.state.tensors import shard_of, sums_of_bits
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 
@@ -27,7 +27,7 @@ _MAX_SHOWN = 5
 
 @final
 class Replicas:
-    """Compares what several ranks hold of a module of `ModelParallelStrategy`.
+    """Compares what several ranks hold of a module.
 
     Args:
         trainer: Whose module.
@@ -47,18 +47,17 @@ class Replicas:
         Raises:
             NotExactError: If `strict`, and ranks hold different values of the same parameter.
         """
-        if not isinstance(self._trainer.strategy, ModelParallelStrategy):
-            return
+        if self._ranks.num_ranks == 1 or isinstance(self._trainer.strategy, FSDPStrategy):
+            return  # FSDPStrategy leaves each rank with a part of its own
         reshard(self._trainer)
-        told = self._ranks.to_first("replicas", _digests(self._trainer.lightning_module))
+        told = self._ranks.to_first("replicas", _sums(self._trainer.lightning_module))
         differing: list[str] = self._ranks.from_first("replicas differ", None if told is None else _differing(told))
         if not differing:
             return
         more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
         reason = (
             f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
-            " parameter that is not in shards once, so the run would not go on exactly. Shard these too (fully_shard),"
-            " or average their gradients in on_after_backward"
+            f" parameter that is not in shards once, so the run would not go on exactly. {self._advice()}"
         )
         if self._strict:
             raise NotExactError(f"{reason}; or pass FaultTolerance(strict=False).")
@@ -66,15 +65,17 @@ class Replicas:
             _log.warning("%s.", reason)
         self._has_warned = True
 
+    def _advice(self) -> str:
+        if isinstance(self._trainer.strategy, ModelParallelStrategy):
+            return "Shard these too (fully_shard), or average their gradients in on_after_backward"
+        return "Change weights in the same way on all ranks, and average them at each step"
 
-def _digests(module: nn.Module) -> dict[str, Any]:
-    """Return a digest of each piece of a parameter that another rank may hold too."""
-    digests = {}
-    for name, parameter in module.named_parameters():
-        place = _place(parameter)
-        if place is not None:
-            digests[f"{name} {place}".rstrip()] = digests_of(shard_of(parameter).detach().cpu())
-    return digests
+
+def _sums(module: nn.Module) -> dict[str, int]:
+    """Return a sum of the bits of each piece of a parameter that another rank may hold too."""
+    places = {name: (_place(parameter), parameter) for name, parameter in module.named_parameters()}
+    found = {f"{name} {place}".rstrip(): p for name, (place, p) in places.items() if place is not None}
+    return sums_of_bits(found)
 
 
 def _place(parameter: Any) -> str | None:
@@ -88,11 +89,11 @@ def _place(parameter: Any) -> str | None:
     return f"(piece {pieces})" if pieces else ""
 
 
-def _differing(told: Sequence[dict[str, Any]]) -> list[str]:
-    seen: dict[str, Any] = {}
+def _differing(told: Sequence[dict[str, int]]) -> list[str]:
+    seen: dict[str, int] = {}
     differing: dict[str, None] = {}
-    for digests in told:
-        for name, digest in digests.items():
-            if seen.setdefault(name, digest) != digest:
+    for sums in told:
+        for name, value in sums.items():
+            if seen.setdefault(name, value) != value:
                 differing[name] = None
     return list(differing)

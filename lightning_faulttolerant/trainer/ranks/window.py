@@ -42,6 +42,11 @@ class Window:
         if share is None or self.num_samples is None:
             return 1.0, "gradients of an open accumulation window: how many samples they are of is not known"
         num_in_window = accumulated * share.samples_at_once
+        if self.num_samples == 0 and num_in_window != self.num_in_window:
+            return 1.0, (
+                "gradients that are kept where no accumulation window is open, as manual optimization does: how many"
+                " batches they are of is not known, and a batch of all ranks has other samples now"
+            )
         expected = num_batches % accumulated * share.samples_at_once
         scale = self.num_in_window / num_in_window
         if expected == self.num_samples:

@@ -38,3 +38,10 @@ def test_a_window_of_unknown_samples_is_said() -> None:
     """Where the samples of a batch are not known, that is said."""
     window = Window.of(None, num_batches=3, accumulated=2)
     assert "not known" in window.scale(share=share(1, 4), num_batches=6, accumulated=2)[1]
+
+
+def test_gradients_outside_of_windows_are_said() -> None:
+    """Gradients that are there though no window is open are of no known number of batches, unless batches are equal."""
+    window = Window.of(asdict(share(2, 4)), num_batches=3, accumulated=1)
+    assert window.scale(share=share(1, 8), num_batches=3, accumulated=1) == (1.0, "")
+    assert "manual optimization" in window.scale(share=share(1, 4), num_batches=6, accumulated=1)[1]
