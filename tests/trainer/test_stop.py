@@ -106,6 +106,36 @@ def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals)
     assert error.value.code == 130
 
 
+@pytest.mark.parametrize("signum", BOTH)
+def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: signal.Signals) -> None:
+    """A signal to all ranks is heard of by the line while a rank's own handler can't run yet: it is no second one."""
+    heard: list[int] = []
+    stop = StopSignals(BOTH, grace_seconds=60.0)
+    stop.is_alone = False
+    stop.install({each: lambda number, frame: heard.append(number) for each in BOTH})
+    try:
+        stop.note(signal_reason(signal.SIGTERM))  # by the thread
+        send(signum)
+        assert heard == [signum]
+        with pytest.raises(TrainingStopped, match="at the second signal"):
+            send(signal.SIGINT)
+        assert heard == [signum]
+    finally:
+        stop.uninstall()
+
+
+@pytest.mark.parametrize("code", [stop_module.DEADLINE_EXIT_CODE, 143])
+@pytest.mark.parametrize("requeues", [True, False])
+def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool) -> None:
+    """A rank that hears of a stop by the line has as much time as if it had had the signal itself."""
+    stop = StopSignals(BOTH, grace_seconds=20.0)
+    stop.announced_seconds = lambda: 120.0
+    stop.note(StopReason.from_text(StopReason(name="x", exit_code=code, requeues=requeues).to_text()))
+    is_announced = requeues or code != 143
+    assert (stop.seconds_left() > 100) == is_announced
+    assert stop.seconds_left() > 15
+
+
 def test_second_termination_changes_nothing(stop: StopSignals) -> None:
     """Schedulers send SIGTERM several times, to the group and to the process: once is enough."""
     send(signal.SIGTERM)

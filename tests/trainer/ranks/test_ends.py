@@ -78,6 +78,12 @@ def sleep_long() -> None:
     time.sleep(100)
 
 
+def sleep_a_little() -> None:
+    """Be busy for a second."""
+    for _ in range(5):
+        time.sleep(0.2)
+
+
 def die() -> None:
     """End as the kernel ends a process that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -196,6 +202,19 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
     stopped_in_time(ended)
     assert "in the sanity check" in ended[0].output
     assert "train 0" not in ended[0].output
+
+
+def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
+    """Ctrl-C goes to all ranks: one that waits in a collective meanwhile, and hears of it by the line first, saves too."""
+    main = fit_main(tmp_path, Events(0, "train", 3, sleep_a_little))
+    with RankProcesses(main) as ranks:
+        ranks.wait_for("train 3", 0, 1)
+        time.sleep(0.2)
+        ranks.send(signal.SIGINT, 0, 1)
+        ended = ranks.wait(seconds=20)
+    stopped_in_time(ended, 130)
+    assert "at once, at the second signal" not in ended[1].output
+    assert_goes_on(tmp_path)
 
 
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
