@@ -205,7 +205,7 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
 
 
 def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
-    """Ctrl-C goes to all ranks: one that waits in a collective meanwhile, and hears of it by the line first, saves too."""
+    """Ctrl-C goes to all ranks: one that waits in a collective, and hears of it by the line first, saves too."""
     main = fit_main(tmp_path, Events(0, "train", 3, sleep_a_little))
     with RankProcesses(main) as ranks:
         ranks.wait_for("train 3", 0, 1)
