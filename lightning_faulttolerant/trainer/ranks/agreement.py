@@ -83,7 +83,7 @@ class Member:
             window: The accumulation window of this boundary: ``batch``, ``num_batches``, ``length`` of `end_of_window`.
         """
         end = end_of_window(self.boundary + 1, boundary=self.boundary, **window)
-        if not self._is_save_wanted and end - self.boundary <= max(2 * self._ahead() - 1, 1):
+        if not self._is_save_wanted and end - self.boundary <= max(2 * self._ahead(), 1):
             self._is_save_wanted = True
             self.outbox.append({"ask": SAVE, "window": {**window, "boundary": self.boundary}})
 
