@@ -29,6 +29,7 @@ def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Watch ten times as closely, and see to it that each test leaves the handlers that it found."""
     monkeypatch.setattr(watch_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(stop_module, "_STUCK_FETCH_SECONDS", 0.05)
+    monkeypatch.setattr(stop_module, "end_process", lambda code, why: None)  # it would end the tests
     before = {signum: signal.getsignal(signum) for signum in (*BOTH, signal.SIGUSR1)}
     yield
     after = {signum: signal.getsignal(signum) for signum in before}
@@ -237,6 +238,17 @@ def test_long_save_is_left_more_time() -> None:
         with pytest.raises(TrainingStopped):
             wait_for_signal()
         assert 0.2 < time.monotonic() - began < 0.6
+
+
+def test_save_that_can_never_fit_leaves_the_batch_a_share() -> None:
+    """Where a save takes longer than the whole grace period the batch is not broken off at once all the same."""
+    with watched(1.0) as stop:
+        stop.save_seconds = lambda: 100.0
+        send(signal.SIGTERM)
+        began = time.monotonic()
+        with pytest.raises(TrainingStopped):
+            wait_for_signal()
+        assert time.monotonic() - began > 0.15
 
 
 def test_batch_that_came_after_all_is_not_thrown_away(stop: StopSignals) -> None:
