@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.stop import StopSignals, signal_reason
 from lightning_faulttolerant.trainer.stopping import Stopping
 from tests.law.test_faults import RaiseIn
@@ -66,3 +67,15 @@ def test_save_has_to_fit_on_each_rank(left_elsewhere: float, fits: bool, tmp_pat
     stopping._ranks = Told(left_elsewhere)
     assert stopping.save_fits() == fits
     assert stopping.is_too_late != fits
+
+
+def test_stop_behind_the_end_of_a_fit_is_one_of_all_ranks(tmp_path: Path) -> None:
+    """Whoever was asked: all ranks end there for the same reason, and that one is gone before is no news."""
+    stopping = Stopping(make_trainer([], tmp_path), FaultTolerance()._options)
+    stopping._ranks = Told(None)
+    stopping.stop_if_wanted("here")
+    stopping._ranks = Told(signal_reason(signal.SIGTERM).to_text())
+    with pytest.raises(TrainingStopped, match="Stopped by SIGTERM here"):
+        stopping.stop_if_wanted("here")
+    assert stopping.reason == stopping.signals.requested == signal_reason(signal.SIGTERM)
+    assert stopping._watch.end_together
