@@ -324,3 +324,21 @@ def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
 
     with RankProcesses(main) as ranks:
         assert [each.exit_code for each in ranks.wait(seconds=30)] == [0, 0], ranks.output(1)
+
+
+@pytest.mark.parametrize("hook", ["train", "sanity"])
+@pytest.mark.parametrize("what", ["raises", "is stopped"])
+def test_process_that_was_made_for_a_fit_ends_its_workers(what: str, hook: str, tmp_path: Path) -> None:
+    """Lightning tells no callback there of an exception; workers, which ignore a termination, are ended."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(64), batch_size=4, num_workers=2)
+
+    strike = raise_error if what == "raises" else lambda: signal.raise_signal(signal.SIGTERM)
+    strategy = {"devices": 1, "strategy": "ddp_fork", "num_sanity_val_steps": 3, "train": loader, "validation": loader}
+    options = {"grace_seconds": 15.0}
+    with RankProcesses(fit_main(tmp_path, Events(0, hook, 1, strike), options=options, **strategy), num_ranks=1) as run:
+        [ended] = run.wait(seconds=40)
+    assert ended.seconds < 12
+    assert "could not end within its grace period" not in ended.output
+    assert ("ZeroDivisionError" if what == "raises" else "Stopped by SIGTERM") in ended.output
