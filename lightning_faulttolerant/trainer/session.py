@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -58,6 +59,7 @@ class Session:
         self._beginning = Beginning(trainer, options, self._files)
         self._restoring = Restoring(trainer, options, self._beginning, self._loaders, self._fingerprint, self._files)
         self.is_open = False
+        self._is_interrupted = False
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
@@ -214,11 +216,26 @@ class Session:
 
     def _wrap_fit(self, original: Method) -> Method:
         def run() -> None:
-            original()
-            if self.autosaver is not None:
-                self._save_finished(self.autosaver)
+            with self._ended_here():
+                original()
+                if self.autosaver is not None:
+                    self._save_finished(self.autosaver)
 
         return run
+
+    @contextlib.contextmanager
+    def _ended_here(self) -> Iterator[None]:
+        """End a fit that an exception ends, in a process made for it: Lightning tells the script's callbacks only.
+
+        Else nobody would end the workers of its loaders, which ignore a termination, and the process waits for them.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self._options.script.is_elsewhere and not self._is_interrupted:
+                self._is_interrupted = True
+                self.interrupt(error)
+            raise
 
     def _save_finished(self, autosaver: Autosaver) -> None:
         """Leave one autosave that says that the fit came to its end, or put the state of that end back.
@@ -331,7 +348,10 @@ class Session:
 
     def _wrap_validation(self, original: Method) -> Method:
         def run() -> Any:
-            if self.autosaver is not None and not self._trainer.sanity_checking:
+            if self._trainer.sanity_checking:
+                with self._ended_here():
+                    return original()
+            if self.autosaver is not None:
                 self._make_boundary().before_validation()
             return original()
 

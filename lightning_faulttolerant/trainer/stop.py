@@ -92,6 +92,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
         self._installed = threading.Event()
         self._must_raise: str | None = None
+        self._has_signal = False
         self._main_thread = threading.main_thread().ident
         self.requested: StopReason | None = None
         self._requested_at = 0.0
@@ -136,10 +137,18 @@ class StopSignals:
         self._previous.clear()
 
     def note(self, reason: StopReason, seconds: float | None = None) -> None:
-        """Note that the run is to stop, for the first of several reasons; `seconds`: how long it has for it."""
+        """Note that the run is to stop, for the first of several reasons.
+
+        Args:
+            reason: Why; it may be another rank's.
+            seconds: How long the run has for it: by default the grace period, or until the end that was announced.
+        """
         if self.requested is None:
+            if seconds is None:
+                is_announced = reason.requeues or reason.exit_code == DEADLINE_EXIT_CODE
+                seconds = max(self.announced_seconds() if is_announced else 0.0, self.grace_seconds)
             self._requested_at = time.monotonic()
-            self._end_at = self._requested_at + (self.grace_seconds if seconds is None else seconds)
+            self._end_at = self._requested_at + seconds
             self.requested = reason
 
     def seconds_left(self) -> float:
@@ -166,13 +175,13 @@ class StopSignals:
                 return
             self.broke_fetch = self.fetch_began is not None
             raise stopped_by(self.requested or signal_reason(signum), f"while it {because}")
-        if self.requested is not None:
+        is_second, self._has_signal = self._has_signal, True
+        if is_second or (self.requested is not None and self.is_alone):
             if signum == signal.SIGINT:
                 raise stopped_by(signal_reason(signum), "at once, at the second signal")
             return
-        requeues = signum == self._requeue_signal
-        seconds = max(self.announced_seconds(), self.grace_seconds) if requeues else None
-        self.note(signal_reason(signum, requeues=requeues), seconds)
+        # All ranks may have got it, and this one was told by another before its own handler could run.
+        self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
         original = self._previous.get(signum, (None, None))[1]
         if callable(original) and original is not signal.default_int_handler:
             original(signum, frame)

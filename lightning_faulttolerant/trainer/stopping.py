@@ -248,7 +248,9 @@ class Stopping:
 
     def close(self) -> None:
         """Give the signals back and look no more, unless the fit was interrupted and is still being torn down."""
-        if not self._is_interrupted or not self._is_open:
+        # Nothing is looked on for then; and where somebody's on_exception raises, Lightning tears nothing down.
+        is_free = self._ranks.num_ranks == 1 and self.signals.requested is None
+        if is_free or not self._is_interrupted or not self._is_open:
             self._end()
 
     def _end(self) -> None:

@@ -204,7 +204,7 @@ def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3:
     keys = [entry["Key"] for entry in plain.list_objects_v2(Bucket=bucket)["Contents"]]
     newest = max(key for key in keys if key.endswith(".ckpt"))
     data = bytearray(plain.get_object(Bucket=bucket, Key=newest)["Body"].read())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 8] ^= 1  # in the pickled part: the middle may lie between two records, where nothing is lost
     plain.put_object(Bucket=bucket, Key=newest, Body=bytes(data))
     ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
     assert ended.exit_code == 0, ended.output

@@ -29,6 +29,7 @@ def _handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Watch ten times as closely, and see to it that each test leaves the handlers that it found."""
     monkeypatch.setattr(watch_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(stop_module, "_STUCK_FETCH_SECONDS", 0.05)
+    monkeypatch.setattr(stop_module, "end_process", lambda code, why: None)  # it would end the tests
     before = {signum: signal.getsignal(signum) for signum in (*BOTH, signal.SIGUSR1)}
     yield
     after = {signum: signal.getsignal(signum) for signum in before}
@@ -104,6 +105,36 @@ def test_second_interrupt_ends_at_once(first: signal.Signals, stop: StopSignals)
     with pytest.raises(TrainingStopped, match="at once, at the second signal") as error:
         send(signal.SIGINT)
     assert error.value.code == 130
+
+
+@pytest.mark.parametrize("signum", BOTH)
+def test_signal_that_another_rank_has_told_of_before_is_the_first_one(signum: signal.Signals) -> None:
+    """A signal to all ranks is heard of by the line while a rank's own handler can't run yet: it is no second one."""
+    heard: list[int] = []
+    stop = StopSignals(BOTH, grace_seconds=60.0)
+    stop.is_alone = False
+    stop.install({each: lambda number, frame: heard.append(number) for each in BOTH})
+    try:
+        stop.note(signal_reason(signal.SIGTERM))  # by the thread
+        send(signum)
+        assert heard == [signum]
+        with pytest.raises(TrainingStopped, match="at the second signal"):
+            send(signal.SIGINT)
+        assert heard == [signum]
+    finally:
+        stop.uninstall()
+
+
+@pytest.mark.parametrize("code", [stop_module.DEADLINE_EXIT_CODE, 143])
+@pytest.mark.parametrize("requeues", [True, False])
+def test_announced_end_is_the_end_whoever_tells_of_it(code: int, requeues: bool) -> None:
+    """A rank that hears of a stop by the line has as much time as if it had had the signal itself."""
+    stop = StopSignals(BOTH, grace_seconds=20.0)
+    stop.announced_seconds = lambda: 120.0
+    stop.note(StopReason.from_text(StopReason(name="x", exit_code=code, requeues=requeues).to_text()))
+    is_announced = requeues or code != 143
+    assert (stop.seconds_left() > 100) == is_announced
+    assert stop.seconds_left() > 15
 
 
 def test_second_termination_changes_nothing(stop: StopSignals) -> None:
@@ -207,6 +238,17 @@ def test_long_save_is_left_more_time() -> None:
         with pytest.raises(TrainingStopped):
             wait_for_signal()
         assert 0.2 < time.monotonic() - began < 0.6
+
+
+def test_save_that_can_never_fit_leaves_the_batch_a_share() -> None:
+    """Where a save takes longer than the whole grace period the batch is not broken off at once all the same."""
+    with watched(1.0) as stop:
+        stop.save_seconds = lambda: 100.0
+        send(signal.SIGTERM)
+        began = time.monotonic()
+        with pytest.raises(TrainingStopped):
+            wait_for_signal()
+        assert time.monotonic() - began > 0.15
 
 
 def test_batch_that_came_after_all_is_not_thrown_away(stop: StopSignals) -> None:

@@ -75,12 +75,15 @@ class Member:
         return None if self.boundary < self._limit else self._hold()
 
     def want_save(self, window: Mapping[str, int]) -> None:
-        """Let all ranks save at a boundary soon.
+        """Let all ranks save at a boundary soon: at the end of an accumulation window, once that is near.
+
+        Not before: a stop that is asked for meanwhile has to wait for the boundary that is appointed.
 
         Args:
             window: The accumulation window of this boundary: ``batch``, ``num_batches``, ``length`` of `end_of_window`.
         """
-        if not self._is_save_wanted:
+        end = end_of_window(self.boundary + 1, boundary=self.boundary, **window)
+        if not self._is_save_wanted and end - self.boundary <= max(2 * self._ahead(), 1):
             self._is_save_wanted = True
             self.outbox.append({"ask": SAVE, "window": {**window, "boundary": self.boundary}})
 
@@ -173,8 +176,12 @@ class Member:
         else:
             self._hear_of_run(message)
 
+    def _ahead(self) -> int:
+        """Return how many boundaries are passed while a message is under way."""
+        return self.boundary - self._passed[0][1] if self._passed else 0
+
     def _promise(self, wish: str) -> int:
-        ahead = self.boundary - self._passed[0][1] if wish == SAVE and self._passed else 0
+        ahead = self._ahead() if wish == SAVE else 0
         while True:
             limit = self.boundary + 1 + ahead
             self._limit = limit

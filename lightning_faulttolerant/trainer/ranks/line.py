@@ -116,10 +116,20 @@ class Spoke:
         rank: This one's.
         address: Host and port of the `Hub`.
         token: Its.
+
+    Raises:
+        RanksLostError: If rank 0 can't be reached there.
     """
 
     def __init__(self, rank: int, address: tuple[str, int], token: str) -> None:
-        self._connection = _Connection(socket.create_connection(address, timeout=_CONNECT_SECONDS))
+        try:
+            connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+        except OSError as error:
+            raise RanksLostError(
+                f"rank {rank} can't reach port {address[1]} of rank 0's machine, {address[0]}: {error}. Let the ranks"
+                " reach all ports of that machine"
+            ) from error
+        self._connection = _Connection(connection)
         self._connection.send({"rank": rank, "token": token})
         self._has_told = False
 

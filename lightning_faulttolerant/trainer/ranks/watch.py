@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.hard_end import end_process
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.line import Line
 from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
@@ -31,6 +31,8 @@ _BUSY_POLL_SECONDS = 0.02
 _LAST_SECONDS = 1.0
 
 Message = dict[str, Any]
+
+_DIED: Message = {"text": "has died", "code": 1, "lost": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,10 @@ class Watch:
             sys.stderr.write(f"\n[rank {self._rank}] FaultTolerance: an exception has ended this rank.\n{trace}")
             sys.stderr.flush()
         code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
-        self._to_tell.append({"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code})
+        # Who has lost the others has not failed by itself, and may wait for what they have left undone.
+        lost = isinstance(exception, RanksLostError)
+        told = {"failed": self._rank, "text": f"has failed: {text[:1000]}", "code": code, "lost": lost}
+        self._to_tell.append(told)
         self._wake.set()
         reason = self._stop.requested
         if reason is not None and not is_stop and self._stop.seconds_left() < _LAST_SECONDS:
@@ -138,7 +143,7 @@ class Watch:
         if self._stop.requested is not None:
             self.member.want_stop(self._stop.requested.to_text())
         for rank, message in line.receive():
-            self._hear(rank, {"failed": rank, "text": "has died", "code": 1} if message is None else message)
+            self._hear(rank, {**_DIED, "failed": rank} if message is None else message)
         self.member.tick()
         outgoing = []
         while self.member.outbox:
@@ -166,7 +171,7 @@ class Watch:
         if self._chair is None:
             self._learn(message)
         elif "failed" in message:
-            if message["text"] != "has died":
+            if not message["lost"]:
                 self._failed.add(rank)
             self._chair.outbox.append(message)
             if len(self._failed) == self._num_ranks:

@@ -219,13 +219,34 @@ def test_end_of_window(place: int, batch: int, num_batches: int, length: int, ex
 def test_save_is_appointed_at_the_end_of_a_window() -> None:
     """The window that rank 0 tells with its wish counts."""
     ranks = Ranks(2)
+    ranks.deliver()  # by now three boundaries are passed in a moment
     for member in ranks.members:
         for _ in range(3):  # boundaries 0, 1, 2, before the same batches
             member.at_boundary()
     ranks.members[0].want_save({"batch": 2, "num_batches": 100, "length": 5})
     for _ in range(3):
         ranks.deliver()
-    assert [ranks.members[1].at_boundary() for _ in range(3)] == [None, None, SAVE]
+    assert [ranks.members[1].at_boundary() for _ in range(8)] == [None] * 7 + [SAVE]
+
+
+def test_stop_does_not_wait_for_the_end_of_a_long_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of slow batches a save is asked for right before the end of the window: a stop meanwhile is at the next batch."""
+    monkeypatch.setattr(agreement_module, "_AHEAD_SECONDS", 0.0)
+    ranks, done = Ranks(2), []
+    for boundary in range(20):
+        if boundary == 14:
+            ranks.members[1].want_stop("143 0 SIGTERM")
+            for _ in range(3):
+                ranks.deliver()
+        wishes = {member.at_boundary() for member in ranks.members}
+        done += [(boundary, wish) for wish in wishes if wish]
+        if STOP in wishes:
+            break
+        if boundary < 8 or boundary > 10:  # due until it is done, then again
+            ranks.members[0].want_save({"batch": boundary, "num_batches": 0, "length": 8})
+        for _ in range(3):
+            ranks.deliver()
+    assert done == [(8, SAVE), (14, STOP)]
 
 
 # Validation runs.

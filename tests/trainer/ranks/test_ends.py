@@ -78,6 +78,12 @@ def sleep_long() -> None:
     time.sleep(100)
 
 
+def sleep_a_little() -> None:
+    """Be busy for a second."""
+    for _ in range(5):
+        time.sleep(0.2)
+
+
 def die() -> None:
     """End as the kernel ends a process that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -198,6 +204,29 @@ def test_stop_in_the_sanity_check(asked: tuple[int, ...], tmp_path: Path) -> Non
     assert "train 0" not in ended[0].output
 
 
+class SlowEnd(Callback):
+    """Takes longer for what it does on an exception than a rank has that has lost another one."""
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        time.sleep((BOUND + 1) * trainer.global_rank)
+
+
+def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
+    """Ctrl-C goes to all ranks: one that waits in a collective, and hears of it by the line first, saves too."""
+    main = fit_main(tmp_path, Events(0, "train", 3, sleep_a_little), SlowEnd())
+    with RankProcesses(main) as ranks:
+        ranks.wait_for("train 3", 0, 1)
+        time.sleep(0.2)
+        ranks.send(signal.SIGINT, 0, 1)
+        ended = ranks.wait(seconds=20)
+    stopped_in_time(ended, 130)
+    assert "at once, at the second signal" not in ended[1].output
+    for each in ended:  # nobody has failed: each ends in its own time
+        assert "can't go on without it" not in each.output
+        assert "could not end by itself" not in each.output
+    assert_goes_on(tmp_path)
+
+
 def test_main_thread_that_is_stuck_is_ended_with_the_grace_period(tmp_path: Path) -> None:
     """One rank sleeps, the other one waits for it in a collective: both end in time, and say why."""
     main = fit_main(tmp_path, Events(1, "train", 3, sleep_long), options={"grace_seconds": 2.0})
@@ -295,3 +324,21 @@ def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
 
     with RankProcesses(main) as ranks:
         assert [each.exit_code for each in ranks.wait(seconds=30)] == [0, 0], ranks.output(1)
+
+
+@pytest.mark.parametrize("hook", ["train", "sanity"])
+@pytest.mark.parametrize("what", ["raises", "is stopped"])
+def test_process_that_was_made_for_a_fit_ends_its_workers(what: str, hook: str, tmp_path: Path) -> None:
+    """Lightning tells no callback there of an exception; workers, which ignore a termination, are ended."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(NoisyDataset(64), batch_size=4, num_workers=2)
+
+    strike = raise_error if what == "raises" else lambda: signal.raise_signal(signal.SIGTERM)
+    strategy = {"devices": 1, "strategy": "ddp_fork", "num_sanity_val_steps": 3, "train": loader, "validation": loader}
+    options = {"grace_seconds": 15.0}
+    with RankProcesses(fit_main(tmp_path, Events(0, hook, 1, strike), options=options, **strategy), num_ranks=1) as run:
+        [ended] = run.wait(seconds=40)
+    assert ended.seconds < 12
+    assert "could not end within its grace period" not in ended.output
+    assert ("ZeroDivisionError" if what == "raises" else "Stopped by SIGTERM") in ended.output

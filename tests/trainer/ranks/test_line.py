@@ -185,3 +185,11 @@ def test_strangers_are_not_heard(text: bytes, hub: Hub) -> None:
         stranger.settimeout(2)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(10) == b""
+
+
+def test_rank_that_cannot_reach_rank_0_says_why() -> None:
+    """A port that is closed is told with the address and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RanksLostError, match=rf"rank 1 can't reach port {port} of rank 0's machine, 127.0.0.1: .*all"):
+        Spoke(1, ("127.0.0.1", port), "token")

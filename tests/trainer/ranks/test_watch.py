@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_faulttolerant.errors import TrainingStopped
+from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks import watch as watch_module
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
 from lightning_faulttolerant.trainer.ranks.line import Hub, Spoke
@@ -111,6 +111,17 @@ def test_all_failed_and_nobody_is_ended(pair: Pair) -> None:
     time.sleep(0.25)
     pair.look()
     assert pair.ends == []
+
+
+def test_rank_that_is_lost_for_the_failure_of_another_has_not_failed_itself(pair: Pair) -> None:
+    """Its teardown may wait for what the other one has left undone: the bound holds for both."""
+    pair.watches[1].fail(ValueError("x"))
+    pair.look()
+    pair.watches[0].fail(RanksLostError("rank 1 has failed"))
+    pair.look()
+    time.sleep(0.25)
+    pair.look(1)
+    assert [code for code, _ in pair.ends] == [1, 1]
 
 
 def test_end_by_agreement_is_no_failure(pair: Pair) -> None:
