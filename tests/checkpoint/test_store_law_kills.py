@@ -133,6 +133,7 @@ def test_directory_killed_at_random_instants(directory):
     _kill_at_random(DIRECTORY, directory, num_kills=20)
 
 
+@pytest.mark.slow
 def test_series_killed_at_200_random_instants(tmp_path):
     """At any of many instants there must be the autosave that was saved last, or the one in flight."""
     _kill_at_random(SERIES, tmp_path / "run", num_kills=200)

@@ -72,7 +72,8 @@ def test_options_of_ddp(ddp: dict[str, Any]) -> None:
     assert_sums_go_on(SECOND_BATCH, ddp=ddp)
 
 
-@pytest.mark.parametrize("view", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("view", [False, True])
 def test_inside_a_window(view: bool) -> None:
     """So it is inside an accumulation window, whose gradients are put into the buckets again."""
     assert_sums_go_on(
@@ -82,6 +83,7 @@ def test_inside_a_window(view: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DDP's first layout after a restart, the last bits are others: three ranks need the order."""
     monkeypatch.setattr(Buckets, "load_state_dict", lambda self, state: [])
@@ -89,6 +91,7 @@ def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_sums_go_on(SECOND_BATCH)
 
 
+@pytest.mark.slow
 def test_lost_order_is_told(tmp_path: Path) -> None:
     """DDP with a static graph does not tell the order behind the first batch: the report says so."""
     fit = rank_fit(

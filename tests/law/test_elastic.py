@@ -138,6 +138,7 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
     assert any("accumulation window" in line for line in done[1].of("report")[0]["not_exact"])
 
 
+@pytest.mark.slow
 def test_random_generators_are_an_error_unless_allowed() -> None:
     """With captured states another number of ranks is refused; where it is allowed the report says what is lost."""
     first = Leg(num_ranks=2, kill=(0, 3), num_workers=0)
@@ -266,7 +267,8 @@ def test_new_ranks_draw_numbers_of_their_own() -> None:
         assert len(set(drawn)) == len(drawn)
 
 
-@pytest.mark.parametrize("num_workers", [(0, 2), pytest.param((2, 0), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [(0, 2), (2, 0)], ids=str)
 def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) -> None:
     """Another number of workers loses their random states: an error, or announced, and each sample still comes once."""
     first = Leg(num_ranks=1, num_workers=num_workers[0], kill=(0, 3))

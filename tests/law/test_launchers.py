@@ -53,6 +53,7 @@ def forked(directory: Path, **arguments: Any) -> Ended:
     return run(lambda: print(train(directory, strategy="ddp_fork", **arguments)[-1].resume_report))
 
 
+@pytest.mark.slow
 def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
     """Under ddp_fork the second fit, of which a rank is killed, goes on exactly; nothing is left behind."""
     assert forked(directory, kill_fit=1, num_fits=2).exit_code == 1

@@ -155,6 +155,7 @@ def test_weights_that_have_drifted_apart_are_refused() -> None:
     elastic_runs.run(plan, *legs, error="The ranks hold different values of layers.0.weight")
 
 
+@pytest.mark.slow
 def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rank 0's gradients on all ranks it does not."""
     monkeypatch.setattr(resume, "state_of", of_first_rank("gradients"))

@@ -27,7 +27,9 @@ pytestmark = for_ranks
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "cut", "rank"), [(0, FIRST_EPOCH, 0), (2, LATER_EPOCH, 1)], ids=["no-workers", "workers"]
+    ("num_workers", "cut", "rank"),
+    [pytest.param(0, FIRST_EPOCH, 0, marks=pytest.mark.slow), (2, LATER_EPOCH, 1)],
+    ids=["no-workers", "workers"],
 )
 def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
     """With one rank killed, both go on exactly where they were."""
