@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,7 +15,7 @@ from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
 from lightning_faulttolerant.checkpoint.verify import load_file, load_path, unsafe_paths
-from lightning_faulttolerant.errors import CheckpointError, UnsafeCheckpointError
+from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
@@ -32,13 +32,11 @@ from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
     without_state,
 )
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
-from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks
+from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
 
 _log = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 KEY = parts.KEY
 VERSION = 1
@@ -130,7 +128,7 @@ class Autosaver:
         if error is not None:
             raise error
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
-        is_written = self._on_first("save", lambda: self._save_behind(checkpoint, position, began))
+        is_written = by_first(self._ranks, "save", lambda: self._save_behind(checkpoint, position, began))
         if checkpoint is None:
             self._note(position, began)
             self.saved = position if is_written else self.saved
@@ -249,33 +247,11 @@ class Autosaver:
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
         return {**checkpoint, **safe, KEY: part}
 
-    def _on_first(self, step: str, write: Callable[[], _Result]) -> _Result:
-        """Write on rank 0, and let all ranks know the outcome.
-
-        Raises:
-            CheckpointError: On the others, if it failed; what it raises on rank 0 is raised there as it is.
-        """
-        if self._ranks.num_ranks == 1:
-            return write()
-        if self._ranks.rank > 0:
-            told: tuple[str, _Result] = self._ranks.from_first(step, None)
-            failure, result = told
-            if failure:
-                raise CheckpointError(f"Rank 0 could not save, the autosaves so far are there: {failure}")
-            return result
-        try:
-            result = write()
-        except Exception as error:
-            self._ranks.from_first(step, (f"{type(error).__name__}: {error}", None))
-            raise
-        self._ranks.from_first(step, ("", result))
-        return result
-
     def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         if self._shards is not None:
             self._save_shards(self._shards, checkpoint or {}, position, began)
             return
-        self._on_first("save", lambda: self._write_now(checkpoint, position, began))
+        by_first(self._ranks, "save", lambda: self._write_now(checkpoint, position, began))
         self.save_seconds = max(self.save_seconds, self._budget.now() - began)
         if checkpoint is None:
             self.saved = position
@@ -286,10 +262,10 @@ class Autosaver:
         if is_first and self._options.async_save:
             rank_zero_info("async_save=True: autosaves of a strategy that shards are waited for.")
         self._run_state.files.flush()
-        self._on_first("check", lambda: _check_loads(without_shards(checkpoint)))
+        by_first(self._ranks, "check", lambda: _check_loads(without_shards(checkpoint)))
         path = shards.save(checkpoint, position)
         if is_first:
-            self._on_first("load", lambda: load_path(path))
+            by_first(self._ranks, "load", lambda: load_path(path))
         self.saved = position
         self._note(position, began)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.channel import Channel
-from lightning_faulttolerant.errors import UnsupportedTrainerError
+from lightning_faulttolerant.errors import CheckpointError, UnsupportedTrainerError
+
+_Result = TypeVar("_Result")
 
 # A save on rank 0 is waited for by all: as long as torch waits for a collective.
 _TIMEOUT = timedelta(minutes=30)
@@ -118,3 +121,24 @@ def check_descriptors(num_ranks: int) -> None:
 def connect(trainer: Trainer) -> Ranks:
     """Connect the ranks of a fit, whose process group is there; all of them at the same time."""
     return Alone() if trainer.world_size == 1 else RankGroup()
+
+
+def by_first(ranks: Ranks, step: str, work: Callable[[], _Result]) -> _Result:
+    """Let rank 0 do what a save needs of it, and return what that gave on every rank; a collective.
+
+    Raises:
+        CheckpointError: On the others, if it failed; what it raises on rank 0 is raised there as it is.
+    """
+    if ranks.rank > 0:
+        told: tuple[str, _Result] = ranks.from_first(step, None)
+        failure, result = told
+        if failure:
+            raise CheckpointError(f"Rank 0 could not save, the autosaves so far are there: {failure}")
+        return result
+    try:
+        result = work()
+    except Exception as error:
+        ranks.from_first(step, (f"{type(error).__name__}: {error}", None))
+        raise
+    ranks.from_first(step, ("", result))
+    return result

@@ -26,7 +26,7 @@ from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
-from lightning_faulttolerant.trainer.ranks.group import Ranks
+from lightning_faulttolerant.trainer.ranks.group import Ranks, by_first
 
 _Result = TypeVar("_Result")
 
@@ -64,34 +64,24 @@ class ShardWriter:
             CheckpointError: On every rank, if a rank could not do its part. What it raises there is raised as it is.
         """
         series = self._series
-        directory = self._by_first(
-            "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
+        directory = by_first(
+            self._ranks, "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
         )
         try:
             self._together("see", lambda: _wait_for(directory))
             self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
-            shares = self._by_first(
-                "deal", lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
+            shares = by_first(
+                self._ranks,
+                "deal",
+                lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks),
             )
             summed = self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
             files = {name: entry for share in summed or () for name, entry in share.items()}
-            return self._by_first("commit", lambda: _of_first(series).commit_directory(directory, files))
+            return by_first(self._ranks, "commit", lambda: _of_first(series).commit_directory(directory, files))
         except BaseException:
             if series is not None:
                 series.drop_directory(directory)
             raise
-
-    def _by_first(self, step: str, work: Callable[[], _Result]) -> _Result:
-        """Let rank 0 do something, and return what it gave on every rank."""
-        failure, result, own = "", None, None
-        if self._ranks.rank == 0:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001 - raised again below, when the others know
-                failure, own = f"rank 0: {type(error).__name__}: {error}", error
-        failure, told = self._ranks.from_first(step, (failure, result))
-        _raise_if(failure, own)
-        return told  # type: ignore[no-any-return]
 
     def _together(self, step: str, work: Callable[[], _Result]) -> list[_Result] | None:
         """Do something on each rank, and return what all gave on rank 0; if it fails on one, every rank raises."""
