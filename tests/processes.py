@@ -65,3 +65,16 @@ def _as_script(main: Callable[[], Any], arguments: tuple[str, ...]) -> None:
 def run(main: Callable[[], Any], **arguments: Any) -> Ended:
     """Run `main` as a script and wait for its end."""
     return Script(main, **arguments).wait()
+
+
+def in_child(main: Callable[[], Any]) -> int:
+    """Run `main` in a forked process that ends without anything being called; return its exit code."""
+    process_id = os.fork()
+    if not process_id:
+        code = 1
+        try:
+            main()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lightning_faulttolerant import AtomicDirectory
 from lightning_faulttolerant.checkpoint import verify_path
 from lightning_faulttolerant.testing import FaultyFiles, PowerLoss, fail_with, kill_after
 from lightning_faulttolerant.testing.steps import KINDS
+from tests.processes import in_child
 
 # Exit codes of children.
 _FAILED, _SWALLOWED = 3, 4
@@ -38,18 +38,6 @@ def _number_in(directory: str | None) -> int | None:
     texts = {Path(directory, name).read_text() for name in ("number.txt", "shards/0.txt")}
     assert len(texts) == 1
     return int(texts.pop()[0])
-
-
-def _in_child(main: Callable[[], None]) -> int:
-    process_id = os.fork()
-    if not process_id:
-        code = 1
-        try:
-            main()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
 
 
 def _check_recovery(output: Path, possible: tuple[int | None, ...], *, at: int) -> int | None:
@@ -82,7 +70,7 @@ def test_killed_at_each_step_the_last_checkpoint_stays(tmp_path, num_before):
             with FaultyFiles(output, kill_after, kind=_CHANGES, at=at):
                 _save(output, 5, fsync=True)
 
-        exit_code = _in_child(save)
+        exit_code = in_child(save)
         found.append(_check_recovery(output, (num_before - 1 if num_before else None, 5), at=at))
         assert not num_before or (output / "AtomicDirectory_checkpoint_0_force").is_dir()
         shutil.rmtree(output)
@@ -108,7 +96,7 @@ def test_power_lost_at_each_step_the_last_checkpoint_stays(tmp_path, keeps):
                 _save(output, 5, fsync=True)
             os._exit(_FAILED if power.has_lost else 0)
 
-        exit_code = _in_child(save)
+        exit_code = in_child(save)
         assert exit_code in (0, _FAILED)
         has_lost = exit_code == _FAILED
         _check_recovery(output, (1, 5) if has_lost else (5,), at=at)
@@ -133,7 +121,7 @@ def test_error_at_each_step_is_raised_and_the_last_checkpoint_stays(tmp_path, nu
                 os._exit(_FAILED)
             os._exit(_SWALLOWED if len(files.steps) >= at else 0)
 
-        exit_code = _in_child(save)
+        exit_code = in_child(save)
         assert exit_code in (0, _FAILED), f"step {at}: {exit_code}"
         failed = exit_code == _FAILED
         _check_recovery(output, (1, 5) if failed else (5,), at=at)

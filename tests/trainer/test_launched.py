@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.trainer.launched import Script, this_script
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.run import open_run
-from tests.processes import run
+from tests.processes import in_child, run
 
 
 @pytest.fixture
@@ -22,19 +21,6 @@ def script() -> Iterator[Script]:
     found = Script(-1, f"test-{os.getpid()}")
     yield found
     found.forget()
-
-
-def in_child(main: Callable[[], Any]) -> None:
-    """Run `main` in a forked process that ends without anything being called, as Lightning's do."""
-    process_id = os.fork()
-    if not process_id:
-        code = 1
-        try:
-            main()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(process_id, 0)[1] == 0
 
 
 def test_fits_are_counted_across_processes(script: Script) -> None:
@@ -63,7 +49,7 @@ def test_process_is_told_from_its_children() -> None:
     """A forked process has another script than its parent, once it asks."""
     own = this_script(lambda script: None)
     assert this_script(lambda script: None) is own
-    in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own))
+    assert in_child(lambda: _assert(own.is_elsewhere and this_script(lambda script: None) is not own)) == 0
     assert not own.is_elsewhere
 
 
@@ -88,8 +74,8 @@ def test_autosaves_go_when_the_script_ends(ends: bool, trains_itself: bool, tmp_
         script = this_script_of_a_callback()
         if trains_itself:
             fit(script)
-        in_child(lambda: fit(script))
-        in_child(lambda: fit(script, comes_to_its_end=ends))
+        assert in_child(lambda: fit(script)) == 0
+        assert in_child(lambda: fit(script, comes_to_its_end=ends)) == 0
         if trains_itself:
             fit(script)
         print([folder.name for folder in sorted((tmp_path / "run").glob("fit-*"))])
