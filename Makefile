@@ -65,10 +65,10 @@ clean:  ## remove the environments and all that was built or cached
 .venv-oldest/torch.stamp: requirements/oldest.txt
 	$(make_environment)
 
-$(NEWEST): .venv/torch.stamp pyproject.toml
+$(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/newest.txt)
 
-$(OLDEST): .venv-oldest/torch.stamp pyproject.toml
+$(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/oldest.txt)
 
 # An empty environment with torch, which goes in first and alone: see requirements/. A name that pyenv offers without
@@ -93,5 +93,6 @@ endef
 
 define install_package
 	$(@D)/bin/python -m pip install -qq --constraint $(1) --editable ".[$(EXTRAS)]"
+	$(@D)/bin/python -m pip install -qq --no-deps --requirement requirements/originals.txt
 	touch $@
 endef

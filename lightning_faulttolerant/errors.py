@@ -11,7 +11,16 @@
     │   └── RanksLostError              ranks could not do together what they must do together
     ├── NotExactError               something can't be captured or restored exactly
     │   └── FingerprintMismatchError    the run that resumes is not the run that saved
-    └── UnsupportedTrainerError     the Trainer is one that this package can't serve
+    ├── UnsupportedTrainerError     the Trainer is one that this package can't serve
+    ├── StreamingError              a streaming data set can't be read, or can't deliver what was planned
+    │   ├── IndexFileError              an index is missing, damaged, or names a file outside its directory
+    │   ├── ShardError                  a shard could not be had
+    │   │   ├── MissingShardError           it is not where the index says
+    │   │   └── DamagedShardError           its size or its hash is not that of the index, downloaded again too
+    │   └── UnsafeDataError             a column is pickled, and allow_unsafe_types is off
+    └── SamplerError                a sampler was used in a way that would lose or repeat samples
+        ├── HasNotResetProgressError    another epoch was set in the middle of one
+        └── AdvancedTooFarError         more samples were counted than the epoch has
 
     TrainingStopped (SystemExit)    a signal or a deadline ended the run, after a save
 
@@ -59,6 +68,42 @@ class FingerprintMismatchError(NotExactError):
 
 class UnsupportedTrainerError(FaultToleranceError):
     """The Trainer, or what it was set up with, is not one that this package can serve."""
+
+
+class StreamingError(FaultToleranceError):
+    """A streaming data set can't be read, or can't deliver what its epoch was planned to be."""
+
+
+class IndexFileError(StreamingError):
+    """An index is missing or damaged, or names a file outside the directory of its data set."""
+
+
+class ShardError(StreamingError):
+    """A shard could not be had; the message names it, its address and the attempts."""
+
+
+class MissingShardError(ShardError):
+    """A shard is not where the index says."""
+
+
+class DamagedShardError(ShardError):
+    """The size or the hash of a shard is not that of the index, also when it is downloaded again."""
+
+
+class UnsafeDataError(StreamingError):
+    """A column is pickled, so that reading it may run any code, and ``allow_unsafe_types`` is off."""
+
+
+class SamplerError(FaultToleranceError):
+    """A sampler was used in a way that would lose or repeat samples."""
+
+
+class HasNotResetProgressError(SamplerError):
+    """Another epoch was set in the middle of one, without ``reset_progress``."""
+
+
+class AdvancedTooFarError(SamplerError):
+    """More samples were counted as consumed than the epoch has."""
 
 
 class TrainingStopped(SystemExit):

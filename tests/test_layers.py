@@ -42,7 +42,7 @@ THIRD_PARTY = {
     "loader": {"torch"},
     "state": {"torch", "torchmetrics"},
     "samplers": {"torch"},
-    "streaming": {"torch"},
+    "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
     "errors": set(),
     "protocols": {"torch"},
 }

@@ -204,7 +204,7 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
     ended = run(lambda: fit_net([callback, Stop(at=3)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 143, ended.output
     assert "could not be written behind training" in ended.output
-    # The stop may have come anywhere, an epoch's end and validation too: until the first write is done, training goes on.
+    # The stop may have come anywhere, in validation too: until the first write is done, training goes on.
     ended = run(lambda: fit_net([protected(async_save=True), KillAt(0)], tmp_path, max_epochs=10_000), seed=99)
     assert ended.exit_code == -signal.SIGKILL, ended.output
     resumed = re.search(r"Resumed exactly .*, global step (\d+)", ended.output)

@@ -1,0 +1,1 @@
+"""What is in the files: index, shards, encodings, compression, hashes; reading and writing them."""
