@@ -16,7 +16,6 @@ from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
 from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
-from lightning_faulttolerant.streaming.format.compression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
@@ -304,6 +303,8 @@ def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
 
 
 def _decompress(source: str, target: str, algorithm: str) -> None:
+    from lightning_faulttolerant.streaming.format.compression import decompress_file
+
     try:
         decompress_file(source, target, algorithm)
     except ImportError:
