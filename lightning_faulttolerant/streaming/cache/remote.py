@@ -23,6 +23,8 @@ from lightning_faulttolerant.streaming.cache.patience import result_in_time
 
 Result = TypeVar("Result")
 
+# What stands between // and @, and behind a question mark.
+_SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
 _S3_PROTOCOLS = ("s3", "s3a")
 _WEB_PROTOCOLS = ("http", "https")
 # Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
@@ -57,8 +59,14 @@ class Remote:
         return os.path.realpath(self._root) if self.is_local else None
 
     def address(self, basename: str) -> str:
-        """Return the URL of a file, as it is shown: without passwords and signatures."""
-        return re.sub(r"//[^/@]*@", "//", _join(self.url, basename).partition("?")[0])
+        """Return the URL of a file, as it may be shown."""
+        return self.without_secrets(_join(self.url, basename))
+
+    def without_secrets(self, text: str) -> str:
+        """Return a text, such as a client's error, without the password and the signature that the URL may have."""
+        for secret in _SECRETS.findall(self.url):
+            text = text.replace(secret, "")
+        return text
 
     def download(self, basename: str, target: str, *, timeout_seconds: float) -> None:
         """Copy a file here, once, in a bounded time, whatever the other side does.
@@ -91,9 +99,10 @@ class Remote:
         fs, path = self._file_system(), _join(self._root, basename)
         _let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
-            return result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
-        # Asked for in the thread that uses it: fsspec keeps one for each thread.
-        return result_in_time(_in_thread(lambda: self._file_system().cat_file(path)), timeout_seconds)
+            content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
+        else:  # asked for in the thread that uses it: fsspec keeps one for each thread
+            content = result_in_time(_in_thread(lambda: self._file_system().cat_file(path)), timeout_seconds)
+        return bytes(content)
 
     def _file_system(self) -> Any:
         if self._shared is not None and self._process_id == os.getpid():

@@ -17,6 +17,7 @@ from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
 from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.format.decompression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
@@ -247,16 +248,16 @@ class ShardCache:
         if zip_file is None:
             self._download(file, target)
         else:
-            self._unpack(shard, zip_file, target)
+            self._unpack(shard, file, zip_file, target)
             self._check(target, file)
 
-    def _unpack(self, shard: int, zip_file: ShardFile, target: str) -> None:
+    def _unpack(self, shard: int, file: ShardFile, zip_file: ShardFile, target: str) -> None:
         algorithm = self.shards[shard].compression or ""
         path = self._kept.path(zip_file)
         if self._remote is None or self._is_kept(shard, zip_file):
             try:
                 self._check(path, zip_file)
-                _decompress(path, target, algorithm)
+                decompress_file(path, target, algorithm, num_bytes=file.num_bytes)
             except Exception:
                 if self._remote is not None:
                     with contextlib.suppress(FileNotFoundError):
@@ -265,7 +266,7 @@ class ShardCache:
             return
         with temporary_for(path) as temporary:
             self._download(zip_file, temporary)
-            _decompress(temporary, target, algorithm)
+            decompress_file(temporary, target, algorithm, num_bytes=file.num_bytes)
             if self._keep_zip:
                 publish(temporary, path)
 
@@ -287,7 +288,8 @@ class ShardCache:
     def _error(self, shard: int, file: ShardFile, failed: FailedError) -> ShardError:
         cause = failed.__cause__
         address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
-        what = f"{self._name(shard)} can't be had from {address}: {failed}."
+        reason = self._remote.without_secrets(str(failed)) if self._remote else str(failed)
+        what = f"{self._name(shard)} can't be had from {address}: {reason}."
         if isinstance(cause, FileNotFoundError):
             return MissingShardError(f"{what} The index names it, so that no epoch is whole without it. Put it there.")
         if isinstance(cause, DamagedShardError):
@@ -315,14 +317,3 @@ def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
                     f"({file.basename}); it has {', '.join(file.hashes) or 'none'}. Nothing could be checked. Give one "
                     "that it has, or None."
                 )
-
-
-def _decompress(source: str, target: str, algorithm: str) -> None:
-    from lightning_faulttolerant.streaming.format.compression import decompress_file
-
-    try:
-        decompress_file(source, target, algorithm)
-    except ImportError:
-        raise
-    except Exception as error:
-        raise DamagedShardError(f"it can't be decompressed ({algorithm}): {error}") from error
