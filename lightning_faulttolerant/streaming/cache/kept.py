@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -12,6 +14,7 @@ from typing import final
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
 from lightning_faulttolerant.streaming.cache.temporary import SUFFIX as TEMPORARY_SUFFIX
+from lightning_faulttolerant.streaming.cache.temporary import sweep
 from lightning_faulttolerant.streaming.format.hashes import digest
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
@@ -73,6 +76,15 @@ class KeptShards:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
+    def sweep(self) -> None:
+        """Remove what processes that are dead have left."""
+        for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
+            sweep(os.path.join(self.directory, folder))
+            own = os.path.join(self.directory, marks.DIRECTORY, folder)
+            sweep(own)
+            for path in glob.glob(os.path.join(glob.escape(own), "*" + LOCK_SUFFIX)):
+                is_abandoned(path)
+
     def is_there(self, shard: int) -> bool:
         """Tell whether a shard that was whole is still there."""
         return os.path.exists(self.path(self.shards[shard].files[0]))
@@ -130,7 +142,8 @@ class KeptShards:
     def touch(self, shard: int) -> None:
         """Write down that a shard is used now."""
         with contextlib.suppress(OSError):
-            os.utime(self._mark_path(shard))
+            now = time.time_ns()  # the clock of the file system ticks too slowly
+            os.utime(self._mark_path(shard), ns=(now, now))
 
     def contents(self) -> Contents:
         """Look through the directory."""
@@ -194,6 +207,7 @@ class KeptShards:
         )
         mark = marks.Mark(index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=files)
         marks.write(self._mark_path(shard), mark)
+        self.touch(shard)
 
 
 def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:

@@ -67,8 +67,10 @@ class Prefetcher:
         self._work = _Work(caches, upcoming, predownload)
         self._threads: list[threading.Thread] = []
         if any(cache.has_remote for cache in caches):
+            # With a limit one after the other: what is needed later must not take the room of what is needed sooner.
+            num_threads = 1 if any(cache.is_limited for cache in caches) else _NUM_THREADS
             self._threads = [
-                threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(_NUM_THREADS)
+                threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(num_threads)
             ]
         self._finalizer = weakref.finalize(self, _stop, self._work, os.getpid())
         for thread in self._threads:

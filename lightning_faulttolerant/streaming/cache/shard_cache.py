@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.forks import ProcessLock
 from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, publish, size_fault
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
-from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.cache.temporary import temporary_for
 from lightning_faulttolerant.streaming.format.decompression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
@@ -94,6 +93,11 @@ class ShardCache:
     def has_remote(self) -> bool:
         """Whether there is anything to fetch from."""
         return self._remote is not None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether shards may be evicted."""
+        return self._limit is not None
 
     def is_here(self, shard: int) -> bool:
         """Tell whether a shard can be read without being fetched; the first time in a process it is checked."""
@@ -221,9 +225,7 @@ class ShardCache:
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
             os.makedirs(self.directory, exist_ok=True)
-            for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
-                sweep(os.path.join(self.directory, folder))
-                sweep(os.path.join(self.directory, marks.DIRECTORY, folder))
+            self._kept.sweep()
             self._swept_by = os.getpid()
 
     def _can_be_decompressed(self, shard: int) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
 from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, marks, parse_bytes
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX
 from lightning_faulttolerant.streaming.cache.locks import FileLock
+from tests.streaming.cache.children import child, run_all, wait_for
 from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write
 
 
@@ -69,7 +70,7 @@ def test_what_is_held_is_not_evicted(tmp_path: Path) -> None:
         fetch(cache, 1, 2, 3)
         assert shards_in(tmp_path) == [0, 3]
         cache.hold(3)
-        with pytest.raises(CacheLimitError, match=r"2000 bytes.*of the 2000.*reading 2000.*takes 1000"):
+        with pytest.raises(CacheLimitError, match=r"2000 bytes.*Of the 2000.*reading 2000.*takes 1000"):
             cache.fetch(4)
         cache.release(0)
         with pytest.raises(CacheLimitError):
@@ -124,26 +125,22 @@ def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
     data = make_data(4)
     (tmp_path / marks.DIRECTORY).mkdir()
     path = str(tmp_path / marks.DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def announce() -> None:
         lock = FileLock(path)
         lock.acquire(0)
         lock.announce(1000)
-        os.write(writing, b".")
         time.sleep(60)
-    os.read(reading, 1)
-    with flaky(data.files) as (remote, faults):
+
+    with flaky(data.files) as (remote, faults), child(announce) as other:
         limit = CacheLimit(1500)
         cache = cache_of(data, tmp_path, remote, limit=limit, download_timeout=0.1, download_retry=0)
-        with pytest.raises(CacheLimitError, match="of the 1000 that are in use"):
+        wait_for(lambda: os.path.exists(path) and os.stat(path).st_size == 1000)
+        with pytest.raises(CacheLimitError, match="Of the 1000 that are in use"):
             cache.fetch(0)
         assert faults.asked == []
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        other.kill()
         cache.fetch(0)
-    os.close(reading)
-    os.close(writing)
 
 
 def read_all(data: Data, directory: Path, remote: str, seed: int) -> None:
@@ -161,18 +158,9 @@ def test_many_processes_evict_from_each_other(tmp_path: Path) -> None:
     """Four processes that need ten shards where four fit in all read what they asked for, and never keep more."""
     data = make_data(10)
     write(tmp_path / "remote", data.files)
-    children = []
-    for seed in range(4):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                read_all(data, tmp_path / "local", str(tmp_path / "remote"), seed)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    remote = str(tmp_path / "remote")
+    readers = [functools.partial(read_all, data, tmp_path / "local", remote, seed) for seed in range(4)]
+    assert run_all(readers) == [0] * 4
     assert_tidy(tmp_path / "local")
 
 
