@@ -30,11 +30,13 @@ class Contents:
     """What is in a cache directory, all data sets and processes together.
 
     Args:
-        num_bytes: Of all shards, and of those that are being fetched.
+        num_bytes: Of all files of shards.
+        num_announced: How many more are about to come, or have just come.
         last_uses: When each shard was used last (ns), by its number.
     """
 
     num_bytes: int
+    num_announced: int
     last_uses: dict[int, int]
 
 
@@ -147,7 +149,7 @@ class KeptShards:
 
     def contents(self) -> Contents:
         """Look through the directory."""
-        num_bytes, last_uses = 0, {}
+        num_bytes, num_announced, last_uses = 0, 0, {}
         if not self._numbers:
             self._numbers.update((info.files[0].basename, number) for number, info in enumerate(self.shards))
         for entry, name in _files(self.directory, ""):
@@ -158,10 +160,10 @@ class KeptShards:
                     if number is not None and basename.endswith(marks.SUFFIX):
                         last_uses[number] = entry.stat().st_mtime_ns
                     elif basename.endswith(LOCK_SUFFIX) and entry.stat().st_size and not is_abandoned(entry.path):
-                        num_bytes += entry.stat().st_size
+                        num_announced += entry.stat().st_size
                 elif not name.endswith(TEMPORARY_SUFFIX):  # their locks count
                     num_bytes += entry.stat().st_size
-        return Contents(num_bytes=num_bytes, last_uses=last_uses)
+        return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
     def evict(self, shard: int, last_use: int) -> int:
         """Remove a shard that was brought here, if nobody has used it since and nobody is fetching it.

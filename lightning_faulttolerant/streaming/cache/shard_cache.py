@@ -80,9 +80,9 @@ class ShardCache:
             validate_hash=validate_hash,
             is_marked=self._remote is not None,
         )
-        self._limit = limit if self._remote is not None else None
-        if self._limit is not None:
-            self._limit.add(self, len(shards))
+        self.limit = limit if self._remote is not None else None
+        if self.limit is not None:
+            self.limit.add(self, len(shards))
         self._sound: set[int] = set()
         self._holds: dict[int, int] = {}
         self._holds_lock = ProcessLock()
@@ -93,11 +93,6 @@ class ShardCache:
     def has_remote(self) -> bool:
         """Whether there is anything to fetch from."""
         return self._remote is not None
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether shards may be evicted."""
-        return self._limit is not None
 
     def is_here(self, shard: int) -> bool:
         """Tell whether a shard can be read without being fetched; the first time in a process it is checked."""
@@ -127,7 +122,7 @@ class ShardCache:
         if not self.is_here(shard):
             self._get(shard)
             self._sound.add(shard)
-        elif self._limit is not None:
+        elif self.limit is not None:
             self._kept.touch(shard)
         return self.directory
 
@@ -211,8 +206,8 @@ class ShardCache:
             with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
                 if self._kept.fault(shard) is None:
                     return
-                if self._limit is not None:
-                    self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
+                if self.limit is not None:
+                    self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
                 self._attempts.run(functools.partial(self._bring, shard))
         except FailedError as failed:
             raise self._error(shard, failed) from failed.__cause__

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, marks, parse_bytes
+from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, limit, marks, parse_bytes
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX
 from lightning_faulttolerant.streaming.cache.locks import FileLock
 from tests.streaming.cache.children import child, run_all, wait_for
@@ -49,10 +49,10 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
 def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
     """A shard of one stream makes room for one of another."""
     one, other = make_data(3, salt="one"), make_data(3, salt="other")
-    limit = CacheLimit("3.5kb")
+    shared = CacheLimit("3.5kb")
     with flaky({**{f"one/{name}": content for name, content in one.files.items()}, **other.files}) as (remote, _):
-        first = cache_of(one, tmp_path / "one", f"{remote}/one", limit=limit)
-        second = cache_of(other, tmp_path / "other", remote, limit=limit)
+        first = cache_of(one, tmp_path / "one", f"{remote}/one", limit=shared)
+        second = cache_of(other, tmp_path / "other", remote, limit=shared)
         fetch(first, 0, 1, 2)
         fetch(second, 0, 1)
     assert shards_in(tmp_path / "one") == [2]
@@ -85,14 +85,25 @@ def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
     local, data = make_data(3, salt="local"), make_data(4)
     write(tmp_path / "local", local.files)
     write(tmp_path / "cache", {"shard.00000.mds": data.raw["shard.00000.mds"]})
-    limit = CacheLimit(2500)
+    shared = CacheLimit(2500)
     with flaky(data.files) as (remote, _):
-        only = cache_of(local, tmp_path / "local", None, limit=limit)
-        cache = cache_of(data, tmp_path / "cache", remote, limit=limit)
+        only = cache_of(local, tmp_path / "local", None, limit=shared)
+        cache = cache_of(data, tmp_path / "cache", remote, limit=shared)
         fetch(only, 0, 1, 2)
         fetch(cache, 0, 1, 2, 3)
         assert shards_in(tmp_path / "local") == [0, 1, 2]
         assert shards_in(tmp_path / "cache") == [0, 3]
+
+
+def test_only_copies_that_leave_no_room_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all that is there may not be evicted it is said soon, however long downloads may take."""
+    monkeypatch.setattr(limit, "_STILL_SECONDS", 0.1)
+    data = make_data(4)
+    write(tmp_path, {name: data.raw[name] for name in list(data.raw)[:2]})
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2500), download_timeout=1000)
+        with pytest.raises(CacheLimitError, match=r"Of the 2000 .*fetching 0, and the rest may not be evicted"):
+            cache.fetch(3)
 
 
 def test_what_another_run_left_counts_and_is_evicted(tmp_path: Path) -> None:
@@ -133,8 +144,8 @@ def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
         time.sleep(60)
 
     with flaky(data.files) as (remote, faults), child(announce) as other:
-        limit = CacheLimit(1500)
-        cache = cache_of(data, tmp_path, remote, limit=limit, download_timeout=0.1, download_retry=0)
+        options = {"download_timeout": 0.1, "download_retry": 0}
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(1500), **options)
         wait_for(lambda: os.path.exists(path) and os.stat(path).st_size == 1000)
         with pytest.raises(CacheLimitError, match="Of the 1000 that are in use"):
             cache.fetch(0)

@@ -192,34 +192,60 @@ def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
 
 
-def test_shards_that_are_fetched_ahead_keep_within_the_limit(tmp_path: Path) -> None:
-    """What is needed next is not evicted for what is needed later, and the rest comes as the reader lets go."""
+@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1), (50, 1)])
+def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
+    tmp_path: Path, num_readers: int, num_ahead: int
+) -> None:
+    """Half the limit, divided among the readers, is fetched ahead; the rest comes as the reader goes on, once each."""
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3000))
-        with Prefetcher([cache], needs(8), predownload=1000) as ahead:
-            wait_for(lambda: len(here(data, tmp_path)) == 3)
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(6000))
+        with Prefetcher([cache], needs(8), predownload=1000, num_readers=num_readers) as ahead:
+            wait_for(lambda: len(here(data, tmp_path)) == num_ahead)
             time.sleep(0.1)
-            assert here(data, tmp_path) == [0, 1, 2]
+            assert here(data, tmp_path) == list(range(num_ahead))
             for number in range(8):
                 ahead.advance(10 * number)
                 ahead.wait(0, number)
-                cache.hold(number)
-                assert len(here(data, tmp_path)) <= 3
+                assert len(here(data, tmp_path)) <= 6
                 assert number in here(data, tmp_path)
-                cache.release(number)
         assert sorted(faults.asked) == sorted(data.stored)
+
+
+def test_what_is_needed_next_is_not_evicted_for_what_is_needed_later(tmp_path: Path) -> None:
+    """Shards that were fetched ahead stay until the reader has them, though others were used after them."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
+        with Prefetcher([cache], needs(2), predownload=1000) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1])
+            for number in (4, 5, 6, 7):
+                ahead.wait(0, number)
+                assert {0, 1, number} <= set(here(data, tmp_path))
+
+
+def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Path) -> None:
+    """What the reader passes without waiting for it makes room for what comes next."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
+        with Prefetcher([cache], needs(8), predownload=1000) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1])
+            ahead.advance(15)
+            wait_for(lambda: 3 in here(data, tmp_path))
 
 
 def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
     """A shard outside the plan finds room although what was fetched ahead fills the cache."""
     data = make_data(8)
     with flaky(data.files) as (remote, _):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3000))
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
         with Prefetcher([cache], needs(3), predownload=1000) as ahead:
-            wait_for(lambda: here(data, tmp_path) == [0, 1, 2])
+            wait_for(lambda: here(data, tmp_path) == [0])
+            cache.fetch(5)
+            cache.hold(5)
             ahead.wait(0, 7)
-            assert 7 in here(data, tmp_path)
+            assert here(data, tmp_path) == [5, 7]
 
 
 def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> None:
