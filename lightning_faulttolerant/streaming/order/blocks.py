@@ -13,7 +13,7 @@ from lightning_faulttolerant.streaming.order.units import Recent, Units, grouped
 
 SHARDS_PER_BLOCK = 8
 # A block of more samples is read as several, each with a piece of each of its shards.
-MAX_BLOCK_SAMPLES = 1 << 16
+MAX_BLOCK_SAMPLES = 1 << 17
 
 
 class SequentialOrder:
@@ -64,7 +64,7 @@ class BlockOrder:
 
     Cost: memory for the list of shards and one block for each canonical node; a start or a resume permutes the shards,
     and the samples of the blocks in which it goes on. Where the shards are so large that a block would have more than
-    65,536 samples, it is read in slices of about so many, each with a piece of each of its shards.
+    131,072 samples, it is read in slices of about so many, each with a piece of each of its shards.
 
     Args:
         units: What the epoch reads.

@@ -78,7 +78,7 @@ def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> N
     finally:
         tracemalloc.stop()
     assert len(np.unique(ids // 200_000)) <= 8
-    assert peak < 8_000_000  # an array of all samples has 8 GB; the list of shards 40 kB, a block 1 MB
+    assert peak < 10_000_000  # an array of all samples has 8 GB; one of the shards 40 kB, of a block 1 MB
 
 
 def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.M
     for begin in range(0, 2000, 100):
         shards = np.unique(np.array(ids[begin : begin + 100]) // 50, return_counts=True)
         assert len(shards[0]) == 8
-        assert set(shards[1]) <= {12, 13}
+        assert set(shards[1]) <= {11, 12, 13, 14}
     groups = [set(np.array(ids[begin : begin + 400]) // 50) for begin in range(0, 2000, 400)]
     assert sorted(shard for group in groups for shard in group) == list(range(40))
 
