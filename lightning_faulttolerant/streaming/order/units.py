@@ -125,11 +125,13 @@ def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:
     """Yield each number that there is, with the places where it stands."""
     if not numbers.size:
         return
-    if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
-        yield int(numbers[0]), slice(None)
-        return
-    order = np.argsort(numbers, kind="stable")
-    in_order = numbers[order]
-    begins = np.flatnonzero(np.diff(in_order, prepend=in_order[0] - 1))
-    for begin, stop in zip(begins, [*begins[1:], len(order)], strict=True):
-        yield int(in_order[begin]), order[begin:stop]
+    steps = np.diff(numbers)
+    # What is read in turn is in order already, in most cases.
+    order = np.argsort(numbers, kind="stable") if (steps < 0).any() else None
+    if order is not None:
+        numbers = numbers[order]
+        steps = np.diff(numbers)
+    begins = [0, *(np.flatnonzero(steps) + 1).tolist()]
+    for begin, stop in zip(begins, [*begins[1:], len(numbers)], strict=True):
+        where = slice(begin, stop)
+        yield int(numbers[begin]), where if order is None else order[where]
