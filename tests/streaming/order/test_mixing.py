@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,38 +13,9 @@ from lightning_faulttolerant.streaming.order import Weight, epoch_order, shares_
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
 from lightning_faulttolerant.streaming.order.resampling import samples_of_shards
 from tests.foreign import mosaic
+from tests.streaming.order.theirs import Theirs, their_streams
 
 shards = st.lists(st.integers(1, 12), min_size=1, max_size=8)
-
-
-def their_streams(weights: list[Weight], sizes: list[list[int]], epoch_size: int | None, seed: int) -> tuple[Any, int]:
-    """The original's streams, with the weights that it derives, and its epoch size."""
-    of_streams = mosaic().Stream
-    streams = [
-        of_streams(local="/nowhere", proportion=weight.proportion, repeat=weight.repeat, choose=weight.choose)
-        for weight in weights
-    ]
-    samples = np.array([sum(of_stream) for of_stream in sizes])
-    return streams, of_streams.apply_weights(streams, samples, epoch_size, seed)
-
-
-class Theirs:
-    """As much of the original's data set as its resampling reads."""
-
-    def __init__(self, sizes: list[list[int]], streams: Any, method: str, granularity: int, seed: int) -> None:
-        counts = [len(of_stream) for of_stream in sizes]
-        self.streams, self.num_streams = streams, len(streams)
-        self.shards_per_stream = np.array(counts)
-        self.shard_offset_per_stream = np.cumsum(counts) - counts
-        self.samples_per_shard = np.concatenate(sizes)
-        self.sample_offset_per_shard = np.cumsum(self.samples_per_shard) - self.samples_per_shard
-        self.sampling_method, self.sampling_granularity, self.shuffle_seed = method, granularity, seed
-
-    def resampled(self, epoch: int, *, shuffle: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of each unit, and all ids."""
-        self.epoch_seed_change = shuffle and self.sampling_method == "balanced"
-        found: tuple[np.ndarray, np.ndarray] = mosaic().StreamingDataset.resample_streams(self, epoch)
-        return found
 
 
 def weights_of(kind: str, numbers: list[float]) -> list[Weight]:
