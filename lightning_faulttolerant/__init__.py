@@ -21,6 +21,9 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
+    from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -39,6 +42,9 @@ __all__ = [
     "NotExactError",
     "ResumeReport",
     "RunInUseError",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataset",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -51,6 +57,9 @@ _LAZY = {
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "Stream": "lightning_faulttolerant.streaming.stream",
+    "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
+    "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
