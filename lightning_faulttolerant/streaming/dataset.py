@@ -124,7 +124,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.predownload = predownload
         self.replication = replication
         opened = open_streams(self.streams, cache_limit)
-        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types)
+        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types, limit=cache_limit)
+        seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._ordering = Ordering(
             shard_sizes=self._shards.sizes,
             streams=self.streams,
@@ -132,14 +133,13 @@ class StreamingDataset(IterableDataset[Any]):
             algorithm=shuffle_algo,
             block_size=shuffle_block_size,
             epoch_size=epoch_size,
-            seed=shuffle_seed,
+            seeding=seeding,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
-        self._seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
-        self._book = EpochBook(self._seeding)
+        self._book = EpochBook(seeding)
         self._channel: Channel | None = None
         self._handed_world: HandedWorld | None = None
 
@@ -171,7 +171,7 @@ class StreamingDataset(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
         world = self._world()
-        return -(-self._order(0, world).num_positions // world.num_ranks)
+        return -(-self._num_positions(world) // world.num_ranks)
 
     def __getitem__(self, at: Any) -> Any:
         """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
@@ -225,7 +225,7 @@ class StreamingDataset(IterableDataset[Any]):
             self._channel = None
 
     def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
-        left = self._order(epoch, self._world()).num_positions - sample
+        left = self._num_positions(self._world()) - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
@@ -244,12 +244,15 @@ class StreamingDataset(IterableDataset[Any]):
             world: Who reads.
         """
         return Deal(
-            num_positions=self._order(start.epoch, world).num_positions,
+            num_positions=self._num_positions(world),
             start=start.sample,
             world=world,
             batch_size=start.batch_size or 1,
-            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world),
+            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
         )
+
+    def _num_positions(self, world: World) -> int:
+        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
 
     def _order(self, epoch: int, world: World) -> EpochOrder:
         return self._ordering.of(epoch, self._book.seeding, world)
