@@ -199,8 +199,10 @@ class StreamingDataset(IterableDataset[Any]):
     def _begin(self) -> Start:
         if self._channel is not None:
             return self._channel.heard()
-        begin = self._book.begin if get_worker_info() is None else self._book.begin_in_worker
-        epoch, sample = begin(self._normal, is_vague=self.batch_size is None)
+        if get_worker_info() is None:
+            epoch, sample = self._book.begin(self._normal)
+        else:
+            epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
         return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
 
     def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
