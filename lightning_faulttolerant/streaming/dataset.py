@@ -107,9 +107,12 @@ class StreamingDataset(IterableDataset[Any]):
     ) -> None:
         if bool(streams) == (local is not None or remote is not None):
             raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-        for name, value in (("batch_size", batch_size), ("replication", replication), ("predownload", predownload)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
+        _check_counts(
+            batch_size=batch_size,
+            num_canonical_nodes=num_canonical_nodes,
+            predownload=predownload,
+            replication=replication,
+        )
         defaults = {
             "split": split,
             "keep_zip": keep_zip,
@@ -372,3 +375,9 @@ class StreamingDataset(IterableDataset[Any]):
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:
     return None if path is None else os.fspath(path)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
