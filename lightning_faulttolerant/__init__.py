@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
@@ -38,6 +39,7 @@ __all__ = [
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "MDSWriter",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumeReport",
@@ -56,6 +58,7 @@ _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",

@@ -79,7 +79,7 @@ def test_a_number_out_of_range_raises(directory: str, number: int) -> None:
 
 
 def test_an_epoch_is_every_sample_once(directory: str) -> None:
-    """Without shuffle in order and alike in each epoch; with it in another order in each, the same for each instance."""
+    """Without shuffle in order, in each epoch; with it in another order in each, the same for every instance."""
     plain = StreamingDataset(directory)
     assert numbers(plain) == numbers(plain) == list(range(101))
     shuffled, again = StreamingDataset(directory, shuffle=True), StreamingDataset(directory, shuffle=True)
