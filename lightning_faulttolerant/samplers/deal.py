@@ -24,7 +24,7 @@ class SkipsIndices(Protocol):
 
     ``iter_from(k)`` gives what ``islice(iter(sampler), k, None)`` gives, in a time that doesn't depend on k. Whoever
     keeps positions himself never calls ``advance``: the sampler's own position stays at 0, so that ``iter`` gives the
-    whole epoch, whose order follows from ``sampler.epoch`` (set by ``set_epoch``) and draws from no generator. The order
+    whole epoch, whose order follows from ``sampler.epoch`` (set by ``set_epoch``) and from no generator. The order
     itself is ``sampler.order(epoch)``, an `Order`, and this rank's part of it, behind what all ranks have consumed,
     ``sampler.deal(consumed)``, a `Deal`: so the rest of an epoch is dealt to another number of ranks.
     """
