@@ -110,8 +110,7 @@ def test_no_sample_is_lost_or_repeated_with_other_ranks_and_batch_sizes(case: di
                 sampler.set_epoch(case["epoch"])
             else:
                 sampler.load_state_dict(state)
-                assert sampler.state_dict()["global_consumed"] == state["global_consumed"]
-            if sampler.epoch != case["epoch"]:  # the cut came at the end
+            if sampler.epoch != case["epoch"]:  # the cut came at the end, or too few are left for these ranks
                 states.append(sampler.state_dict())
                 continue
             given = iter(sampler)
