@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
+    from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    InterruptableDistributedGroupedBatchSampler = InterruptibleDistributedGroupedBatchSampler
     InterruptableDistributedSampler = InterruptibleDistributedSampler
     InterruptableSampler = InterruptibleSampler
 
@@ -44,8 +46,10 @@ __all__ = [
     "FaultToleranceError",
     "FingerprintMismatchError",
     "HasNotResetProgressError",
+    "InterruptableDistributedGroupedBatchSampler",
     "InterruptableDistributedSampler",
     "InterruptableSampler",
+    "InterruptibleDistributedGroupedBatchSampler",
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
     "NoValidCheckpointError",
@@ -63,6 +67,7 @@ _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
@@ -71,6 +76,7 @@ _LAZY = {
 
 # The original library's spelling of its samplers.
 _SPELLED_OTHERWISE = {
+    "InterruptableDistributedGroupedBatchSampler": "InterruptibleDistributedGroupedBatchSampler",
     "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
     "InterruptableSampler": "InterruptibleSampler",
 }

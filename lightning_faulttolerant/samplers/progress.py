@@ -72,19 +72,26 @@ class Interruptible(ABC):
         Args:
             begin: What all ranks had consumed before it was dealt; by default what they had at the last resume.
         """
+        return self._deal(length=self._length(), begin=self._begin if begin is None else begin)
+
+    def _deal(self, *, length: int, begin: int) -> Deal:
         place = self.place()
         return Deal(
-            length=self._length(),
-            begin=self._begin if begin is None else begin,
+            length=length,
+            begin=begin,
             rank=place.rank,
             num_replicas=place.num_replicas,
             drop_last=self.drop_last,
         )
 
+    def _whole(self) -> int:
+        """Return how many units of a whole epoch come to this rank."""
+        return self.deal(0).num_own
+
     @property
     def progress(self) -> int:
         """How much of its part of the whole epoch this rank has behind it."""
-        return self.deal(0).num_own - self.remaining()
+        return max(0, self._whole() - self.remaining())
 
     @property
     def global_consumed(self) -> int:
@@ -96,7 +103,7 @@ class Interruptible(ABC):
         return self.deal().num_own - self._own
 
     def __len__(self) -> int:
-        return self.remaining() if self.len_mode == "remaining" else self.deal(0).num_own
+        return self.remaining() if self.len_mode == "remaining" else self._whole()
 
     def __iter__(self) -> Iterator[Any]:
         return self.iter_from(0)
@@ -139,7 +146,7 @@ class Interruptible(ABC):
         left = self.remaining()
         if n > left and not self._is_short_last(n, left):
             raise AdvancedTooFarError(
-                f"advance({n}) at {self.progress} of {self.deal(0).num_own} {self._unit} of epoch {self.epoch} on rank"
+                f"advance({n}) at {self.progress} of {self._whole()} {self._unit} of epoch {self.epoch} on rank"
                 f" {place.rank}: {left} are left. A position beyond the end can't be resumed. Count each batch once, by"
                 " its own length, and begin the next epoch with `with sampler.in_epoch(epoch):`."
             )
@@ -170,7 +177,7 @@ class Interruptible(ABC):
         if epoch != self.epoch and (is_under_way or self._is_restored):
             raise HasNotResetProgressError(
                 f"set_epoch({epoch}), but epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'},"
-                f" at {self.progress} of {self.deal(0).num_own} {self._unit}: what is left of it would be lost. Loop"
+                f" at {self.progress} of {self._whole()} {self._unit}: what is left of it would be lost. Loop"
                 " over range(sampler.epoch, num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by"
                 " sampler.reset_progress()."
             )
