@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
+    from lightning_faulttolerant.samplers.images import DistributedShardedDataset
+    from lightning_faulttolerant.samplers.metrics import MetricsTracker
+    from lightning_faulttolerant.samplers.shards import ShardedMapDataset
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
+    from lightning_faulttolerant.samplers.timer import TimestampedTimer
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -42,6 +46,7 @@ __all__ = [
     "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
+    "DistributedShardedDataset",
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
@@ -52,10 +57,13 @@ __all__ = [
     "InterruptibleDistributedGroupedBatchSampler",
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
+    "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumeReport",
     "RunInUseError",
+    "ShardedMapDataset",
+    "TimestampedTimer",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -66,11 +74,15 @@ __all__ = [
 _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
+    "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
+    "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
+    "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
