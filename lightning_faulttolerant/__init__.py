@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.samplers.shards import ShardedMapDataset
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.samplers.timer import TimestampedTimer
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -57,6 +58,7 @@ __all__ = [
     "InterruptibleDistributedGroupedBatchSampler",
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
+    "MDSWriter",
     "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
@@ -80,6 +82,7 @@ _LAZY = {
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
     "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
