@@ -21,6 +21,7 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -37,6 +38,7 @@ __all__ = [
     "FingerprintMismatchError",
     "NoValidCheckpointError",
     "NotExactError",
+    "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
     "TrainingStopped",
@@ -50,6 +52,7 @@ _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
