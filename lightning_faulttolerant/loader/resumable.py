@@ -15,7 +15,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.loader.per_sample import SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.resumable_run import LoaderRun
-from lightning_faulttolerant.loader.tracked_class import TRACKER
+from lightning_faulttolerant.loader.tracked_class import RESUMABLE, TRACKER
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -205,3 +205,6 @@ def _why_not_resumable(loader: ResumableDataLoader[Any]) -> str | None:
     plain = DataLoader.__new__(DataLoader)
     vars(plain).update(loader.__getstate__())
     return why_not_exact(plain)
+
+
+setattr(ResumableDataLoader, RESUMABLE, True)

@@ -141,12 +141,13 @@ class LoaderRun:
         state = self._loaded if self._iteration is None else None
         is_rest = state is not None and state["in_epoch"]
         if not is_rest:
-            self._loaded = None
+            self._loaded = None  # nothing is to be put back in this iteration
         if state is None:
             self._leave()
         else:
             self._told.go_on(state["sampler_epochs"], begins_next=state["has_begun"] and not is_rest)
-        batches = iter(self.followed)
+        with self._told.unheard():
+            batches = iter(self.followed)
         self._iteration, self._asked_at = self._tracker.iteration, None
         self._has_begun = self.has_iterated = True
         handed = _Handed(self, batches)
@@ -157,13 +158,19 @@ class LoaderRun:
         """Count an epoch that was left before its end."""
         if self._iteration is None:
             return
-        if self._asked_at == self._iteration.num_out:
+        if self._asked_at == self._iteration.num_out and not self._has_none_left(self._iteration):
             raise NotExactError(
                 f"A state was taken behind batch {self._asked_at} of epoch {self._epoch}, where the loop then left that"
                 " epoch and began the next one. A run that goes on from this state would go on with the rest of the"
                 " epoch. Call end_epoch() of the loader where the epoch is to end, before its state is taken."
             )
         self._epoch += 1
+
+    def _has_none_left(self, iteration: Iteration) -> bool:
+        try:
+            return iteration.num_out >= len(self.followed)
+        except TypeError:  # it has no length
+            return False
 
     def end_epoch(self) -> None:
         """Let the epoch that is under way end here."""
@@ -178,8 +185,15 @@ class LoaderRun:
         self._epoch += 1
         self._iteration = self._loaded = None
 
-    def before_fetch(self, handed: _Handed) -> None:
-        """Put the random states back if the first batch behind a resume comes next."""
+    def fetch(self, handed: _Handed, batches: Iterator[Any]) -> Any:
+        """Return the next batch of an iteration."""
+        self._before_fetch(handed)
+        if not self._told.is_listening:
+            return next(batches)
+        with self._told.unheard():
+            return next(batches)
+
+    def _before_fetch(self, handed: _Handed) -> None:
         if not self.is_latest(handed):
             self.is_entangled = True
         elif self._loaded is not None:
@@ -213,9 +227,8 @@ class _Handed(Iterator[Any]):
     def __next__(self) -> Any:
         if self.has_ended:
             raise StopIteration
-        self._run.before_fetch(self)
         try:
-            return next(self._batches)
+            return self._run.fetch(self, self._batches)
         except StopIteration:
             self.has_ended = True
             self._run.end(self)

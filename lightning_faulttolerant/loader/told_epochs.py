@@ -6,8 +6,9 @@ that its first one would be epoch 0 again, with the order of epoch 0.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -22,6 +23,11 @@ class ToldEpochs:
         found = {id(s): s for s in samplers if callable(getattr(s, "set_epoch", None)) and hasattr(s, "__dict__")}
         self._samplers = list(found.values())
         self._told: list[_Told] = []
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether it stands between the samplers and who tells them."""
+        return bool(self._told)
 
     def state_dict(self) -> list[int | None]:
         """Return the epoch of each sampler."""
@@ -39,6 +45,17 @@ class ToldEpochs:
         for sampler in self._samplers:
             vars(sampler).pop("set_epoch", None)
         self._told = []
+
+    @contextlib.contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Let the samplers be set to epochs as they are, by whom has to do with states."""
+        for told in self._told:
+            told.is_heard = False
+        try:
+            yield
+        finally:
+            for told in self._told:
+                told.is_heard = True
 
     def go_on(self, epochs: Sequence[int | None], *, begins_next: bool) -> None:
         """Bring the samplers to their epochs, now that an iteration begins.
@@ -63,10 +80,13 @@ class _Told:
         self._sampler = weakref.ref(sampler)
         self._last: int | None = None
         self.offset = 0
+        self.is_heard = True
 
     def __call__(self, epoch: int) -> None:
-        self._last = epoch
-        self._set(epoch + self.offset)
+        if self.is_heard:
+            self._last = epoch
+            epoch += self.offset
+        self._set(epoch)
 
     def go_on(self, epoch: int, *, expected: int) -> None:
         """Set the epoch that `expected` says if the last one told is before it; what nobody tells stays at `epoch`."""

@@ -256,6 +256,28 @@ def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
         iter(loader)
 
 
+def test_a_loop_that_asks_for_so_many_batches_resumes_exactly() -> None:
+    """An iterator that is asked for as many batches as there are, and never for its end, leaves no epoch unfinished."""
+
+    def epochs(loader: ResumableDataLoader[Any], saved: list[Any], first: int = 0) -> list[Event]:
+        events: list[Event] = []
+        for epoch in range(loader.epoch, 3):
+            batches = iter(loader)
+            for k in range(first, 5):
+                events.append((epoch, k, listed(next(batches)), *own_draws()))
+                saved.append(safe(loader.state_dict()))
+            first = 0
+        return events
+
+    seed(1)
+    saved: list[Any] = []
+    reference = epochs(small(), saved)
+    for num_done in (3, 5, 15):
+        loader = small()
+        loader.load_state_dict(saved[num_done - 1])
+        assert epochs(loader, [], first=(num_done - 1) % 5 + 1) == reference[num_done:]
+
+
 def test_epochs_that_are_left_and_not_saved_there_are_as_with_any_loader() -> None:
     """Without a state at the place of the break, the next iteration is the next epoch."""
     seed(1)
