@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.errors import (
+    AdvancedTooFarError,
     CheckpointError,
     DamagedCheckpointError,
     FaultToleranceError,
     FingerprintMismatchError,
+    HasNotResetProgressError,
     NotExactError,
     NoValidCheckpointError,
     RunInUseError,
@@ -22,13 +24,19 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
+    from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
+    from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    InterruptableDistributedSampler = InterruptibleDistributedSampler
+    InterruptableSampler = InterruptibleSampler
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdvancedTooFarError",
     "AtomicCheckpointIO",
     "AtomicDirectory",
     "CheckpointError",
@@ -36,6 +44,11 @@ __all__ = [
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "HasNotResetProgressError",
+    "InterruptableDistributedSampler",
+    "InterruptableSampler",
+    "InterruptibleDistributedSampler",
+    "InterruptibleSampler",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumableDataLoader",
@@ -53,12 +66,21 @@ _LAZY = {
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
+    "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
+    "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
+# The original library's spelling of its samplers.
+_SPELLED_OTHERWISE = {
+    "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
+    "InterruptableSampler": "InterruptibleSampler",
+}
+
 
 def __getattr__(name: str) -> Any:
+    name = _SPELLED_OTHERWISE.get(name, name)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
