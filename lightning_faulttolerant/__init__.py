@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
+    from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -54,6 +57,9 @@ __all__ = [
     "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataset",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -69,6 +75,9 @@ _LAZY = {
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "Stream": "lightning_faulttolerant.streaming.stream",
+    "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
+    "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
