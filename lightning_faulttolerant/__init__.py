@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
     from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
@@ -52,6 +53,7 @@ __all__ = [
     "InterruptableSampler",
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
+    "MDSWriter",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumableDataLoader",
@@ -74,6 +76,7 @@ _LAZY = {
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",

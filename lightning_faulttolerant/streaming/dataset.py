@@ -107,9 +107,12 @@ class StreamingDataset(IterableDataset[Any]):
     ) -> None:
         if bool(streams) == (local is not None or remote is not None):
             raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-        for name, value in (("batch_size", batch_size), ("replication", replication), ("predownload", predownload)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
+        _check_counts(
+            batch_size=batch_size,
+            num_canonical_nodes=num_canonical_nodes,
+            predownload=predownload,
+            replication=replication,
+        )
         defaults = {
             "split": split,
             "keep_zip": keep_zip,
@@ -124,7 +127,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.predownload = predownload
         self.replication = replication
         opened = open_streams(self.streams, cache_limit)
-        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types)
+        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types, limit=cache_limit)
+        seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._ordering = Ordering(
             shard_sizes=self._shards.sizes,
             streams=self.streams,
@@ -132,14 +136,13 @@ class StreamingDataset(IterableDataset[Any]):
             algorithm=shuffle_algo,
             block_size=shuffle_block_size,
             epoch_size=epoch_size,
-            seed=shuffle_seed,
+            seeding=seeding,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
-        self._seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
-        self._book = EpochBook(self._seeding)
+        self._book = EpochBook(seeding)
         self._channel: Channel | None = None
         self._handed_world: HandedWorld | None = None
 
@@ -171,7 +174,7 @@ class StreamingDataset(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
         world = self._world()
-        return -(-self._order(0, world).num_positions // world.num_ranks)
+        return -(-self._num_positions(world) // world.num_ranks)
 
     def __getitem__(self, at: Any) -> Any:
         """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
@@ -199,8 +202,10 @@ class StreamingDataset(IterableDataset[Any]):
     def _begin(self) -> Start:
         if self._channel is not None:
             return self._channel.heard()
-        begin = self._book.begin if get_worker_info() is None else self._book.begin_in_worker
-        epoch, sample = begin(self._normal, is_vague=self.batch_size is None)
+        if get_worker_info() is None:
+            epoch, sample = self._book.begin(self._normal)
+        else:
+            epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
         return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
 
     def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
@@ -225,7 +230,7 @@ class StreamingDataset(IterableDataset[Any]):
             self._channel = None
 
     def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
-        left = self._order(epoch, self._world()).num_positions - sample
+        left = self._num_positions(self._world()) - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
@@ -244,12 +249,15 @@ class StreamingDataset(IterableDataset[Any]):
             world: Who reads.
         """
         return Deal(
-            num_positions=self._order(start.epoch, world).num_positions,
+            num_positions=self._num_positions(world),
             start=start.sample,
             world=world,
             batch_size=start.batch_size or 1,
-            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world),
+            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
         )
+
+    def _num_positions(self, world: World) -> int:
+        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
 
     def _order(self, epoch: int, world: World) -> EpochOrder:
         return self._ordering.of(epoch, self._book.seeding, world)
@@ -367,3 +375,9 @@ class StreamingDataset(IterableDataset[Any]):
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:
     return None if path is None else os.fspath(path)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")

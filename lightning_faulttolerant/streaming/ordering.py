@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from lightning_faulttolerant.streaming.order import EpochOrder, epoch_order, shares_of_streams
+from lightning_faulttolerant.streaming.order import (
+    EpochOrder,
+    default_canonical_nodes,
+    epoch_order,
+    kept_nodes,
+    shares_of_streams,
+)
+from lightning_faulttolerant.streaming.order.epoch import DEFAULT
+from lightning_faulttolerant.streaming.order.rows import PaddedRows
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.state import digest
 from lightning_faulttolerant.streaming.stream import Stream
 from lightning_faulttolerant.streaming.world import World
 
 _THOUSANDS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
-_MANY_ROWS = ("py1s", "py2s")  # the original gives these 64 canonical nodes for each node
-_ROWS_PER_NODE = 64
-_KEPT_ORDERS = 2  # of the epoch that is read, and of the first one, which tells the length
+_KEPT_ORDERS = 2  # an epoch that ends, and the next one
 
 WHAT = {
     "shuffle": "shuffle",
@@ -56,7 +62,7 @@ class Ordering:
         algorithm: How it is shuffled.
         block_size: What the algorithm takes for a block, in samples.
         epoch_size: Samples of an epoch: a number, or a text such as ``"10k"``.
-        seed: By which samples that proportions leave over are given to streams.
+        seeding: What the order is drawn from, until a state says otherwise.
         sampling_method: Whether samples are drawn anew in each epoch.
         sampling_granularity: How many samples are taken from a shard at a time.
         batching_method: Of which streams the samples of a batch are.
@@ -74,7 +80,7 @@ class Ordering:
         algorithm: str | None,
         block_size: int | None,
         epoch_size: int | str | None,
-        seed: int,
+        seeding: Seeding,
         sampling_method: str,
         sampling_granularity: int,
         batching_method: str,
@@ -92,9 +98,9 @@ class Ordering:
         self._granularity = sampling_granularity
         sizes = [int(of_stream.sum()) for of_stream in self._shard_sizes]
         weights = [stream.weight for stream in streams]
-        self.shares = shares_of_streams(weights, sizes, epoch_size=_count(epoch_size), seed=seed)
+        self.shares = shares_of_streams(weights, sizes, epoch_size=_count(epoch_size), seed=seeding.seed)
         self._orders: dict[tuple[int, Seeding, int], EpochOrder] = {}
-        self._made(0, Seeding(seed=seed), 1)  # says what is wrong with the arguments
+        self._made(0, seeding, 1, shuffle=shuffle and not self.is_original)  # says what is wrong with the arguments
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_orders": {}}
@@ -105,45 +111,58 @@ class Ordering:
         if key not in self._orders:
             while len(self._orders) >= _KEPT_ORDERS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[key] = self._made(*key)
+            self._orders[key] = self._made(epoch, seeding, world.num_nodes, shuffle=self.shuffle)
         return self._orders[key]
 
-    def _made(self, epoch: int, seeding: Seeding, num_nodes: int) -> EpochOrder:
+    def _made(self, epoch: int, seeding: Seeding, num_nodes: int, *, shuffle: bool) -> EpochOrder:
         return epoch_order(
             self._shard_sizes,
             epoch=epoch,
             seed=seeding.seed,
-            shuffle=self.shuffle,
+            shuffle=shuffle,
             algorithm=self.algorithm,
             block_size=self._block_size,
             num_canonical_nodes=self.num_canonical_nodes(seeding, num_nodes),
-            num_nodes=num_nodes,
+            num_nodes=self.initial_nodes(seeding, num_nodes) or num_nodes,
             chosen=self.shares.chosen,
             sampling_method=self._method,
             sampling_granularity=self._granularity,
         )
 
+    def num_positions(self, seeding: Seeding, num_nodes: int) -> int:
+        """Return how many positions every epoch has, without making its order."""
+        if not self.is_original:
+            return self.shares.epoch_size
+        return PaddedRows(
+            num_samples=self.shares.epoch_size,
+            num_rows=self.num_canonical_nodes(seeding, num_nodes),
+            num_nodes=self.initial_nodes(seeding, num_nodes) or num_nodes,
+        ).num_positions
+
     def num_canonical_nodes(self, seeding: Seeding, num_nodes: int) -> int:
         """Return how many parts of the data are read side by side."""
-        if seeding.num_canonical_nodes is not None:
-            return seeding.num_canonical_nodes
-        return num_nodes * (_ROWS_PER_NODE if self.shuffle and self.algorithm in _MANY_ROWS else 1)
+        return seeding.num_canonical_nodes or default_canonical_nodes(self.algorithm, num_nodes)
 
-    def initial_nodes(self, seeding: Seeding, world: World) -> int | None:
+    def initial_nodes(self, seeding: Seeding, num_nodes: int) -> int | None:
         """Return the number of nodes that batches are dealt to first, where the original library does so."""
-        nodes, parts = world.num_nodes, self.num_canonical_nodes(seeding, world.num_nodes)
-        return seeding.initial_nodes if self.is_original and nodes % parts and parts % nodes else None
+        if not self.is_original:
+            return None
+        return kept_nodes(
+            num_canonical_nodes=self.num_canonical_nodes(seeding, num_nodes),
+            num_nodes=num_nodes,
+            initial_nodes=seeding.initial_nodes,
+        )
 
     @property
     def is_original(self) -> bool:
         """Whether the order is the original library's, bit for bit."""
-        return self.shuffle and self.algorithm not in (None, "blocks")
+        return self.algorithm not in (None, DEFAULT)
 
     def describe(self) -> dict[str, Any]:
         """Return what the order depends on, beside seed and canonical nodes: plain values for a state."""
         return {
             "shuffle": self.shuffle,
-            "shuffle_algo": (self.algorithm or "blocks") if self.shuffle else None,
+            "shuffle_algo": self.algorithm or DEFAULT,
             "shuffle_block_size": self._block_size if self.shuffle else None,
             "epoch_size": self.shares.epoch_size,
             "sampling": f"{self._method} {self._granularity}",

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_faulttolerant.streaming.cache import Need, ShardCache
+from lightning_faulttolerant.errors import MissingShardError
+from lightning_faulttolerant.streaming.cache import Need, ShardCache, parse_bytes
 from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.opening import open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
@@ -40,8 +41,7 @@ class Shards:
     Args:
         streams: In their order.
         allow_unsafe_types: Read pickled columns too.
-        max_open: How many shards are kept mapped.
-        may_evict: Whether shards that were fetched may be gone later.
+        limit: Of the caches, if they have one: shards that were fetched may be gone later.
     """
 
     def __init__(
@@ -49,19 +49,18 @@ class Shards:
         streams: Sequence[OpenedStream],
         *,
         allow_unsafe_types: bool = False,
-        max_open: int | None = None,
-        may_evict: bool = False,
+        limit: int | str | None = None,
     ) -> None:
         self._streams = tuple(streams)
         self._allow_unsafe_types = allow_unsafe_types
-        self._may_evict = may_evict
-        self._max_open = max_open or _max_mapped()
+        self._may_evict = limit is not None
         sizes = [shard.num_samples for stream in streams for shard in stream.shards]
         self._stops = np.cumsum(np.array(sizes, np.int64))
         self._starts = self._stops - np.array(sizes, np.int64)
         counts = [len(stream.shards) for stream in streams]
         self._first_of_stream = np.cumsum([0, *counts])
         num_bytes = sum(file.num_bytes for stream in streams for shard in stream.shards for file in shard.files)
+        self._max_open = _max_mapped(limit, num_bytes // max(1, sum(counts)))
         mean_bytes = num_bytes // max(1, self.num_samples)
         self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
         self._set_up()
@@ -115,8 +114,8 @@ class Shards:
         if wait is not None:
             wait(stream, number)
         opened = self._streams[stream]
-        info, allow = opened.shards[number], self._allow_unsafe_types
-        reader = opened.cache.open(number, lambda directory: open_shard(info, directory, allow_unsafe_types=allow))
+        opener = _opener(opened.shards[number], allow_unsafe_types=self._allow_unsafe_types)
+        reader = opened.cache.open(number, opener)
         with self._lock:
             self._readers[shard] = reader
             while len(self._readers) > self._max_open:
@@ -169,6 +168,18 @@ class Shards:
             yield samples.pop()
 
 
-def _max_mapped() -> int:
-    # A mapped file keeps one of the process's file descriptors.
-    return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+def _max_mapped(limit: int | str | None, mean_bytes: int) -> int:
+    # A mapped file keeps one of the process's file descriptors, and its room on the disk even if it is evicted.
+    most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    return most if limit is None else min(most, max(1, parse_bytes(limit) // max(1, 4 * mean_bytes)))
+
+
+def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], ShardReader]:
+    def opener(directory: str) -> ShardReader:
+        try:
+            return open_shard(info, directory, allow_unsafe_types=allow_unsafe_types)
+        except MissingShardError as error:
+            # Evicted by another process since it was fetched: so the cache knows that it has to fetch it again.
+            raise FileNotFoundError(str(error)) from error
+
+    return opener
