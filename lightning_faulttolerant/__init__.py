@@ -23,6 +23,7 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
     from lightning_faulttolerant.samplers.images import DistributedShardedDataset
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.samplers.shards import ShardedMapDataset
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.samplers.timer import TimestampedTimer
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+    from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -62,9 +66,13 @@ __all__ = [
     "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
+    "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
     "ShardedMapDataset",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataset",
     "TimestampedTimer",
     "TrainingStopped",
     "UnsafeCheckpointError",
@@ -81,10 +89,14 @@ _LAZY = {
     "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
-    "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
+    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
+    "Stream": "lightning_faulttolerant.streaming.stream",
+    "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
+    "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }

@@ -67,6 +67,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     """
 
     kind = "grouped"
+    _kept = (*Interruptible._kept, "_consumed_before")
 
     def __init__(
         self,

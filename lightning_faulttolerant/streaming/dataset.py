@@ -1,0 +1,383 @@
+"""The streaming data set: shards that are fetched as they are needed, in an order that can be entered anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.cache import Prefetcher
+from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
+from lightning_faulttolerant.streaming.opening import open_streams
+from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
+from lightning_faulttolerant.streaming.ordering import Ordering, Seeding
+from lightning_faulttolerant.streaming.samples import Plan, Samples
+from lightning_faulttolerant.streaming.shards import Ids, Shards, Wait
+from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
+from lightning_faulttolerant.streaming.state import WHAT as FINGERPRINT
+from lightning_faulttolerant.streaming.stream import Stream
+from lightning_faulttolerant.streaming.world import HandedWorld, World, current_world
+
+_log = logging.getLogger(__name__)
+
+
+class StreamingDataset(IterableDataset[Any]):
+    """An iterable data set of shards in a directory or behind a URL, resumable in the middle of an epoch.
+
+    Every iteration is one epoch. The order of an epoch depends on `shuffle_seed`, the epoch and `num_canonical_nodes`
+    only; ranks and data-loading workers take their parts of it. So a position in it means the same samples for any
+    number of ranks and workers, and a resume begins there at once. A sample that can't be had raises where it is
+    waited for: an epoch is never shorter than planned.
+
+    Args:
+        local: Directory of the shards, or where they are cached; ``None`` with `streams`.
+        remote: Directory or URL they are fetched from (``s3://``, ``gs://``, ``hf://``, ``http://``, any of fsspec's);
+            ``None`` if all are in `local`.
+        split: Sub-directory of both.
+        shuffle: Whether an epoch's order is random.
+        predownload: How many samples ahead of the one that is needed shards are fetched.
+        keep_zip: Whether compressed shards are kept beside the decompressed ones; ``None``: if `remote` is local.
+        download_retry: How many times a download that failed is tried again.
+        download_timeout: Seconds for one download.
+        validate_hash: Algorithm by which shards are checked; sizes are checked always.
+        shuffle_seed: Of the order.
+        num_canonical_nodes: How many parts of the data are read side by side; ``None``: the number of nodes of the
+            first run.
+        batch_size: Samples of one batch of one rank. `StreamingDataLoader` knows its own; any other loader with
+            several workers needs it here for positions to be exact.
+        streams: Data sets to mix, in place of `local` and `remote`.
+        cache_limit: Bytes that the cache may take on this machine: a number, or a text such as ``"10gb"``.
+        epoch_size: Samples of an epoch, where streams are mixed by proportions or have no weight.
+        shuffle_algo: How it is shuffled; ``None`` is ``"blocks"``, which costs nothing in advance; ``"py1e"``,
+            ``"py1s"``, ``"py1br"``, ``"py2s"`` and ``"naive"`` give the original library's order.
+        shuffle_block_size: What the algorithm takes for a block, in samples.
+        sampling_method: ``"balanced"`` or ``"fixed"``: of a stream that is read in part, whether each epoch draws
+            other samples.
+        sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
+        batching_method: ``"random"``: batches are mixed of all streams.
+        partition_algo: Accepted; any number of ranks can read here.
+        allow_unsafe_types: Read pickled columns, which run whatever code is in them.
+        replication: How many ranks in a row get the same samples (tensor or sequence parallelism).
+        storage_options: For fsspec's file system: credentials, addresses.
+
+    Raises:
+        ValueError: If arguments contradict each other.
+        IndexFileError: If an index can't be had or read.
+
+    Example:
+        >>> dataset = StreamingDataset("/data/train", shuffle=True, batch_size=32)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        local: str | os.PathLike[str] | None = None,
+        remote: str | os.PathLike[str] | None = None,
+        split: str | None = None,
+        shuffle: bool = False,
+        predownload: int | None = 100_000,
+        keep_zip: bool | None = None,
+        download_retry: int = 2,
+        download_timeout: float = 60,
+        validate_hash: str | None = None,
+        shuffle_seed: int = 9176,
+        num_canonical_nodes: int | None = None,
+        batch_size: int | None = None,
+        *,
+        streams: Sequence[Stream] | None = None,
+        cache_limit: int | str | None = None,
+        epoch_size: int | str | None = None,
+        shuffle_algo: str | None = None,
+        shuffle_block_size: int | None = None,
+        sampling_method: str = "balanced",
+        sampling_granularity: int = 1,
+        batching_method: str = "random",
+        partition_algo: str = "relaxed",
+        allow_unsafe_types: bool = False,
+        replication: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if bool(streams) == (local is not None or remote is not None):
+            raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
+        _check_counts(
+            batch_size=batch_size,
+            num_canonical_nodes=num_canonical_nodes,
+            predownload=predownload,
+            replication=replication,
+        )
+        defaults = {
+            "split": split,
+            "keep_zip": keep_zip,
+            "download_retry": download_retry,
+            "download_timeout": download_timeout,
+            "validate_hash": validate_hash,
+            "storage_options": storage_options,
+        }
+        given = streams or [Stream(local=_path(local), remote=_path(remote))]
+        self.streams = tuple(stream.with_defaults(**defaults) for stream in given)
+        self.batch_size = batch_size
+        self.predownload = predownload
+        self.replication = replication
+        opened = open_streams(self.streams, cache_limit)
+        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types, limit=cache_limit)
+        seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
+        self._ordering = Ordering(
+            shard_sizes=self._shards.sizes,
+            streams=self.streams,
+            shuffle=shuffle,
+            algorithm=shuffle_algo,
+            block_size=shuffle_block_size,
+            epoch_size=epoch_size,
+            seeding=seeding,
+            sampling_method=sampling_method,
+            sampling_granularity=sampling_granularity,
+            batching_method=batching_method,
+        )
+        self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
+        self._book = EpochBook(seeding)
+        self._channel: Channel | None = None
+        self._handed_world: HandedWorld | None = None
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether an epoch's order is random."""
+        return self._ordering.shuffle
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all shards of all streams."""
+        return self._shards.num_samples
+
+    @property
+    def size(self) -> int:
+        """Samples of all shards of all streams: what an index may be, for ``[]``."""
+        return self._shards.num_samples
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration is."""
+        return self._book.next_epoch
+
+    @property
+    def book(self) -> EpochBook:
+        """Where the epochs of this data set are kept."""
+        return self._book
+
+    def __len__(self) -> int:
+        """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
+        world = self._world()
+        return -(-self._num_positions(world) // world.num_ranks)
+
+    def __getitem__(self, at: Any) -> Any:
+        """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
+
+        Args:
+            at: A number, negative from the end; a slice; or a list or an array of numbers.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(self.size))]
+        if isinstance(at, Sequence) or getattr(at, "ndim", 0) > 0:
+            return [self[number] for number in np.asarray(at).ravel().tolist()]
+        number = operator.index(at)
+        if not -self.size <= number < self.size:
+            raise IndexError(f"There is no sample {number}: the data set has {self.size}.")
+        return self._shards.sample(number % self.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self._begin()
+        world = (start.world or self._world()).in_this_worker()
+        return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
+
+    def _begin(self) -> Start:
+        if self._channel is not None:
+            return self._channel.heard()
+        if get_worker_info() is None:
+            epoch, sample = self._book.begin(self._normal)
+        else:
+            epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
+        return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
+
+    def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
+        """Begin the next iteration, in the main process; for a loader, which tells its workers by `tell`.
+
+        Args:
+            batch_size: Samples of one batch of one rank.
+            drop_last: Whether a last batch that is not full is left out.
+        """
+        world = self._world()
+        least = batch_size * world.num_ranks if drop_last else 1
+        epoch, sample = self._book.begin(functools.partial(self._normal, least=least))
+        return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
+
+    @contextlib.contextmanager
+    def told_by(self, channel: Channel) -> Iterator[None]:
+        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
+        self._channel = channel
+        try:
+            yield
+        finally:
+            self._channel = None
+
+    def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
+        left = self._num_positions(self._world()) - sample
+        return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
+
+    def _note(self, start: Start) -> None:
+        info = get_worker_info()
+        if info is None or info.id == 0:
+            self._book.note(start.epoch, start.sample, is_moved=True)
+
+    def _plan(self, start: Start, world: World) -> Plan:
+        return Plan(self._order(start.epoch, world), self.deal(start, world))
+
+    def deal(self, start: Start, world: World) -> Deal:
+        """Return how what is left of an epoch is dealt to the readers.
+
+        Args:
+            start: Where it begins.
+            world: Who reads.
+        """
+        return Deal(
+            num_positions=self._num_positions(world),
+            start=start.sample,
+            world=world,
+            batch_size=start.batch_size or 1,
+            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
+        )
+
+    def _num_positions(self, world: World) -> int:
+        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
+
+    def _order(self, epoch: int, world: World) -> EpochOrder:
+        return self._ordering.of(epoch, self._book.seeding, world)
+
+    def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
+        is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
+        at_most, place = self._shards.block_samples, num_taken
+        with self._prefetcher(plan, num_taken) as ahead:
+            wait = None if ahead is None else ahead.wait
+            for ids in plan.blocks(num_taken, at_most=at_most):
+                if ahead is not None:
+                    ahead.advance(place)
+                place += len(ids)
+                if is_plain:
+                    yield from self._shards.samples(ids, wait)
+                else:
+                    yield from self._own_samples(ids, wait)
+
+    def _own_samples(self, ids: Ids, wait: Wait | None) -> Iterator[Any]:
+        """Yield what a derived class makes of samples."""
+        shards, _ = self._shards.locate(ids)
+        for number, shard in zip(ids.tolist(), shards.tolist(), strict=True):
+            self._shards.reader(shard, wait)
+            yield self[number]
+
+    def _prefetcher(self, plan: Plan, num_taken: int) -> contextlib.AbstractContextManager[Prefetcher | None]:
+        caches = self._shards.caches
+        if not any(cache.has_remote for cache in caches):
+            return contextlib.nullcontext()
+        needs = self._shards.needs(plan.blocks(num_taken, at_most=self._shards.block_samples), num_taken)
+        return Prefetcher(caches, needs, predownload=self.predownload or 8 * (self.batch_size or 8))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """Return the place in the epoch, as a state that is the same on every rank.
+
+        Args:
+            num_samples: How many samples all ranks together have consumed.
+            from_beginning: Whether they are counted from the epoch's beginning, or from where this iteration began.
+
+        Raises:
+            StreamingError: If the place can't be told, since several workers take turns in batches of unknown size.
+        """
+        if num_samples and self._book.is_vague:
+            raise StreamingError(
+                "Several data-loading workers take turns in batches whose size this data set was not told, so which"
+                " samples were consumed can't be told from their number. Pass batch_size= to StreamingDataset, or use"
+                " StreamingDataLoader."
+            )
+        epoch, start = self._book.place
+        return self.state_at(epoch, num_samples if from_beginning else start + num_samples)
+
+    def state_at(self, epoch: int, sample: int, *, least: int = 1) -> dict[str, Any]:
+        """Return the state of a place.
+
+        Args:
+            epoch: Which.
+            sample: How many samples of it all ranks together have consumed.
+            least: How many have to be left; with fewer it is the beginning of the next epoch.
+        """
+        world, seeding = self._world(), self._book.seeding
+        epoch, sample = self._normal(epoch, sample, least=least)
+        return {
+            "epoch": epoch,
+            "sample_in_epoch": sample,
+            "shuffle_seed": seeding.seed,
+            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, world.num_nodes),
+            "initial_physical_nodes": seeding.initial_nodes or world.num_nodes,
+            "version": VERSION,
+            "order": self._ordering.describe(),
+            "fingerprint": dict(self._fingerprint),
+        }
+
+    def load_state_dict(self, obj: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next iteration begin at the place of a state, of this class or of the original library's.
+
+        Args:
+            obj: The state.
+            strict: Whether other data, or another order, is an error; else it is a warning.
+
+        Raises:
+            ValueError: If it is no state of a streaming data set.
+            FingerprintMismatchError: If it was saved with other data, or in another order.
+        """
+        epoch, sample = checked_place(obj)
+        differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT)
+        differing += differences(obj.get("order", {}), self._ordering.describe(), ORDER)
+        if differing and strict:
+            raise mismatch(differing)
+        if differing:
+            _log.warning("The state is of other data or of another order: %s.", "; ".join(differing))
+        if "order" not in obj and self.shuffle and not self._ordering.is_original:
+            _log.warning(
+                "The state does not say in which order it was saved, as one of the original library. This data set"
+                " shuffles by %r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the"
+                " original's default), 'py1s', 'py1br', 'py2s' or 'naive': the one that the run began with.",
+                self._ordering.describe()["shuffle_algo"],
+            )
+        nodes = obj.get("initial_physical_nodes")
+        seeding = Seeding(
+            seed=int(obj["shuffle_seed"]),
+            num_canonical_nodes=int(obj["num_canonical_nodes"]) if obj["num_canonical_nodes"] else None,
+            initial_nodes=int(nodes) if nodes else None,
+        )
+        self._book.put(epoch, sample, seeding)
+        _log.info("Resumed at epoch %d, sample %d.", epoch, sample)
+
+    def _world(self) -> World:
+        handed = self._handed_world
+        world = handed.world if handed is not None and handed.is_for_this_worker else current_world()
+        return world.replicated(self.replication) if self.replication else world
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handed_world": HandedWorld.of_this_process()}
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")

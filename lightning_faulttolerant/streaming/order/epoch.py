@@ -1,0 +1,127 @@
+"""The order of an epoch, made of what is read, how it is shuffled, and its canonical nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.order.blocks import BlockOrder, SequentialOrder
+from lightning_faulttolerant.streaming.order.draws import Ints
+from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
+from lightning_faulttolerant.streaming.order.originals import SHUFFLES, TableOrder, shuffled
+from lightning_faulttolerant.streaming.order.resampling import Draw, resampled
+from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows
+from lightning_faulttolerant.streaming.order.units import Units, units_of
+
+DEFAULT = "blocks"
+
+
+class EpochOrder(Protocol):
+    """Which sample stands at which position of an epoch. A pure function: it has no state that matters."""
+
+    @property
+    def num_positions(self) -> int:
+        """Of the whole epoch, with what an order of the original library repeats."""
+        ...
+
+    def sample_ids(self, positions: Ints) -> Ints:
+        """Return the ids of the samples at these positions, counted over all shards of all streams.
+
+        Ask for many at once: a call costs microseconds, a sample in it some nanoseconds.
+
+        Args:
+            positions: Any, in any order, from 0 to ``num_positions - 1``.
+        """
+        ...
+
+
+def epoch_order(
+    shard_sizes: Sequence[Sequence[int] | Ints],
+    *,
+    epoch: int,
+    seed: int = 9176,
+    shuffle: bool = False,
+    algorithm: str | None = None,
+    block_size: int | None = None,
+    num_canonical_nodes: int = 1,
+    num_nodes: int = 1,
+    chosen: Sequence[int] | None = None,
+    sampling_method: str = "balanced",
+    sampling_granularity: int = 1,
+) -> EpochOrder:
+    """Return the order of an epoch.
+
+    Args:
+        shard_sizes: The number of samples of each shard, for each stream.
+        epoch: Which one, from 0.
+        seed: Of the order.
+        shuffle: Whether the samples are shuffled.
+        algorithm: ``"blocks"``, which ``None`` stands for (see `BlockOrder`), or the name of one of the original
+            library's, whose order is then that of the original library with and without ``shuffle``.
+        block_size: What the algorithm takes for a block, in samples.
+        num_canonical_nodes: How many parts of the data set are read side by side.
+        num_nodes: How many nodes read; only some orders of the original library depend on it.
+        chosen: How many samples of each stream the epoch has, see `shares_of_streams`; by default each once.
+        sampling_method: ``"balanced"`` (other samples of a stream that is read in part in each epoch) or ``"fixed"``.
+        sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
+    """
+    _check(locals())
+    sizes = [np.asarray(of_stream, np.int64) for of_stream in shard_sizes]
+    chosen = [int(of_stream.sum()) for of_stream in sizes] if chosen is None else chosen
+    draw = Draw(
+        seed=seed,
+        epoch=epoch,
+        shuffle=shuffle,
+        is_balanced=sampling_method == "balanced",
+        granularity=sampling_granularity,
+    )
+    num_samples = sum(chosen)
+    if algorithm is None or algorithm == DEFAULT:
+        units = _units(sizes, chosen, draw)
+        if not shuffle:
+            return SequentialOrder(units, EvenRows(num_samples=num_samples, num_rows=num_canonical_nodes))
+        return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
+    rows = PaddedRows(num_samples=num_samples, num_rows=num_canonical_nodes, num_nodes=num_nodes)
+    if not shuffle and all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True)):
+        return SequentialOrder(_units(sizes, chosen, draw), rows)
+    of_units, ids = resampled(sizes, chosen, draw)
+    if shuffle:
+        ids = ids[
+            shuffled(
+                algorithm,
+                of_units,
+                num_canonical_nodes=num_canonical_nodes,
+                seed=seed,
+                epoch=epoch,
+                block_size=block_size,
+            )
+        ]
+    return TableOrder(ids, rows)
+
+
+def _check(given: dict[str, object]) -> None:
+    for name in ("sampling_granularity", "num_canonical_nodes", "num_nodes", "block_size"):
+        value = given[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}.")
+    for name in ("seed", "epoch"):
+        value = given[name]
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer of at least 0, not {value!r}.")
+    if given["sampling_method"] not in ("balanced", "fixed"):
+        raise ValueError(f"sampling_method must be 'balanced' or 'fixed', not {given['sampling_method']!r}.")
+    known = (DEFAULT, *SHUFFLES)
+    if given["algorithm"] is not None and given["algorithm"] not in known:
+        raise ValueError(f"shuffle_algo must be one of {', '.join(known)}, not {given['algorithm']!r}.")
+
+
+def _units(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) -> Units:
+    """What an epoch reads, without an array of all samples."""
+    key = (draw.seed, draw.epoch) if draw.shuffle and draw.is_balanced else (draw.seed,)
+    of_shards = [
+        chosen_of_shards(sizes, count, granularity=draw.granularity, draw=key, stream=stream)
+        for stream, (sizes, count) in enumerate(zip(shard_sizes, chosen, strict=True))
+    ]
+    return units_of(np.concatenate(shard_sizes), np.concatenate(of_shards), draw=key)
