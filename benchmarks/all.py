@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, overhead, parts, report, resume, save, size
+from benchmarks import gather, overhead, parts, report, resume, samplers, save, size
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
@@ -21,6 +21,7 @@ _RUN = {
     "gather": gather.main,
     "parts": parts.main,
     "resume": resume.main,
+    "samplers": samplers.main,
     "save": save.main,
     "size": size.main,
 }
