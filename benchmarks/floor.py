@@ -1,7 +1,7 @@
 """The floor: what the format allows in plain Python, with nothing of what a library has to do besides.
 
-It reads the fixed-size columns of MDS shards that are on this machine, in any order. It fetches, verifies, resumes and shares
-nothing, and its shuffle is one permutation of all samples in memory.
+It reads the fixed-size columns of MDS shards that are on this machine, in any order. It fetches, verifies, resumes and
+shares nothing, and its shuffle is one permutation of all samples in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The libraries that read streaming data sets, side by side: each in a process of its own that lives through all rounds.
+"""The libraries that read streaming data sets, each in a process of its own that lives through all rounds.
 
 All of them get the same samples, in files of their own format and of the same size.
 """
@@ -93,9 +93,7 @@ class Plain:
 
     def write(self, data: Data, directory: Path) -> None:
         """Write with our own writer, whose files equal those of the original byte for byte."""
-        from tests.foreign import mosaic
-
-        MDSWriter = mosaic().MDSWriter
+        from lightning_faulttolerant.streaming import MDSWriter
 
         with MDSWriter(out=str(directory), columns=data.columns, size_limit=data.shard_bytes) as writer:
             for number in range(data.num_samples):
@@ -213,7 +211,7 @@ def throughput(
 def first_batch(
     library: Library, data: Data, directory: Path, *, num_workers: int, at: float, cold: bool
 ) -> tuple[float, int]:
-    """Return the seconds until the first batch is there, of a loader made anew, and how many shards were fetched for it."""
+    """Return the seconds until a loader made anew has its first batch, and how many shards were fetched by then."""
     group = data.batch_size * max(1, num_workers)
     position = int(data.num_samples * at) // group * group
     with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as temporary:

@@ -1,4 +1,4 @@
-"""Streaming data sets side by side with MosaicML Streaming and LitData: samples per second, and the time to the first batch.
+"""Streaming data sets beside MosaicML Streaming and LitData: samples per second, and the time to the first batch.
 
 The same samples are read by each library in a process of its own that lives through all rounds. In each round they are
 asked in an order that is drawn anew; ratios are those of one round, and their median over the rounds is given.
@@ -49,7 +49,7 @@ def rounds_of(served: Iterable[Served], num_rounds: int, ask: Callable[[Served],
 
 
 def summary(found: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the median of each library, and of ours to each other one the median and the range of the rounds' ratios."""
+    """Return each library's median, and the median and range of the rounds' ratios of ours to each other one."""
     medians = {name: statistics.median(values) for name, values in found.items()}
     ratios = {}
     for name in found.keys() - {"ours"} if "ours" in found else ():

@@ -1,0 +1,135 @@
+"""Our collate gives what torch's gives."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_faulttolerant.streaming.collate import collate
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Both have the same types, dtypes, shapes and values, in the same order."""
+    assert type(found) is type(expected)
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.is_contiguous() == expected.is_contiguous()
+        assert torch.equal(found.nan_to_num(7) if found.is_floating_point() else found, expected.nan_to_num(7))
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name in expected:
+            assert_same(found[name], expected[name])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+ARRAYS = {
+    f"{dtype} {'x'.join(map(str, shape)) or 'scalar'}": [
+        {"array": np.full(shape, number, dtype=dtype)} for number in range(3)
+    ]
+    for dtype in ("bool", "uint8", "uint16", "int32", "uint64", "int64", "float16", "float32", "float64", "complex64")
+    for shape in ((), (4,), (2, 3), (0,), (2, 0), (5000,))
+}
+COLUMNS: dict[str, list[Any]] = {
+    "integers": [0, -1, 2**62],
+    "booleans": [True, False, True],
+    "an integer and a boolean": [1, True, 0],
+    "an integer and a float": [1, 2.5, 3],
+    "a float and an integer": [1.5, 2, 3],
+    "floats": [1.5, float("nan"), 1e300],
+    "strings": ["a", "", "ü"],
+    "bytes": [b"a", b"", b"\x00"],
+    "numpy integers": [np.int32(1), np.int32(2), np.int32(3)],
+    "numpy floats": [np.float16(1.5), np.float16(2.5), np.float16(3.5)],
+    "numpy booleans": [np.True_, np.False_, np.True_],
+    "tensors": [torch.ones(2), torch.zeros(2), torch.ones(2)],
+    "lists of integers": [[1, 2], [3, 4], [5, 6]],
+    "lists of arrays": [[np.ones(2), 1], [np.zeros(2), 2], [np.ones(2), 3]],
+    "tuples": [(1, "a"), (2, "b"), (3, "c")],
+    "named tuples": [Pair(1, "a"), Pair(2, "b"), Pair(3, "c")],
+    "nested dicts": [{"a": {"b": np.ones(2)}, "c": 1}] * 3,
+    "ordered dicts": [OrderedDict(b=1, a=2)] * 3,
+    "arrays that are not contiguous": [np.arange(12).reshape(3, 4).T] * 3,
+    "arrays that can't be written to": [np.frombuffer(bytes(8), np.int16)] * 3,
+    "arrays of two dtypes": [np.ones(2, np.float32), np.ones(2, np.float64), np.ones(2, np.float32)],
+}
+CASES = {**ARRAYS, **{name: [{"column": value} for value in values] for name, values in COLUMNS.items()}}
+
+
+def outcome(function: Any, samples: Any) -> Any:
+    """Return what it returns, or the type of what it raises."""
+    try:
+        return function(samples)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, both must raise it
+        return type(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+def test_batch_is_that_of_default_collate(name: str) -> None:
+    """Each kind of value gives the same batch as with torch's own, alone and in a batch of one."""
+    for samples in (CASES[name], CASES[name][:1]):
+        assert_same(outcome(collate, samples), outcome(default_collate, samples))
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+def test_samples_that_are_no_dicts_are_left_to_torch(name: str) -> None:
+    """A batch of bare values is torch's own."""
+    assert_same(outcome(collate, COLUMNS[name]), outcome(default_collate, COLUMNS[name]))
+
+
+WRONG: dict[str, list[Any]] = {
+    "shapes that differ": [{"x": np.ones(2)}, {"x": np.ones(3)}],
+    "a column that is missing": [{"x": 1}, {"y": 1}],
+    "arrays of strings": [{"x": np.array(["a"])}, {"x": np.array(["b"])}],
+    "arrays of another byte order": [{"x": np.ones(2, ">i4")}, {"x": np.ones(2, ">i4")}],
+    "numbers that are too large": [{"x": 2**64}, {"x": 1}],
+    "a kind that nobody knows": [{"x": object()}, {"x": object()}],
+    "nothing": [{"x": None}, {"x": None}],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_can_not_be_a_batch_is_torchs_error(name: str) -> None:
+    """What default_collate refuses is refused with the same error."""
+    with pytest.raises((RuntimeError, KeyError, TypeError, OverflowError, ValueError)) as expected:
+        default_collate(WRONG[name])
+    with pytest.raises(expected.type) as found:
+        collate(WRONG[name])
+    assert str(found.value) == str(expected.value)
+
+
+def test_a_column_that_only_a_later_sample_has_is_left_out() -> None:
+    """The first sample says which columns there are, as with default_collate."""
+    samples = [{"x": 1}, {"x": 2, "y": 3}]
+    assert_same(collate(samples), default_collate(samples))
+
+
+def test_batch_shares_no_memory_with_its_samples() -> None:
+    """Writing to a batch leaves the arrays of its samples as they are, also in a batch of one."""
+    for size in (4, 5000):
+        array = np.zeros(size)
+        collate([{"array": array}])["array"] += 1
+        assert not array.any()
+
+
+def test_batches_are_the_same_from_workers() -> None:
+    """A worker's batch arrives as one of default_collate's does."""
+    samples = [{"number": i, "small": np.full(4, i), "large": np.full(5000, i)} for i in range(8)]
+    options: dict[str, Any] = {"batch_size": 3, "num_workers": 1}
+    found = list(DataLoader(samples, collate_fn=collate, **options))  # type: ignore[arg-type]
+    assert_same(found, list(DataLoader(samples, **options)))  # type: ignore[arg-type]
