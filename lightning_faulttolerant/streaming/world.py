@@ -1,8 +1,19 @@
-"""Who reads: this process among all ranks, and this worker among those of its rank."""
+"""Who reads: this process among all ranks, and this worker among those of its rank.
+
+It is asked when an iteration begins, never in a constructor: a data set is often made before the process group. No
+process group is made here, and no device is touched.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from lightning_faulttolerant.errors import StreamingError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +34,97 @@ class World:
     worker: int = 0
     num_workers: int = 1
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.num_ranks and 0 <= self.worker < self.num_workers):
+            raise StreamingError(f"There is no such reader: {self}. Set RANK and WORLD_SIZE as the launcher should.")
+        if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
+            raise StreamingError(
+                f"{self.num_ranks} ranks can't be {self.ranks_per_node} on each node. Set LOCAL_WORLD_SIZE to the number"
+                " of ranks on a node, equal on all nodes, or unset it."
+            )
+
     @property
     def num_nodes(self) -> int:
         """How many machines there are."""
-        return max(1, self.num_ranks // self.ranks_per_node)
+        return self.num_ranks // self.ranks_per_node
+
+    def replicated(self, replication: int) -> World:
+        """Return the world in which each run of `replication` ranks gets the same data.
+
+        Raises:
+            ValueError: If the ranks are not a multiple of it.
+        """
+        if self.num_ranks % replication:
+            raise ValueError(
+                f"replication={replication} does not divide the {self.num_ranks} ranks. Some of them would get other"
+                " samples than the rest of their group."
+            )
+        per_node = self.ranks_per_node // replication if self.ranks_per_node % replication == 0 else 1
+        num_ranks = self.num_ranks // replication
+        return replace(self, rank=self.rank // replication, num_ranks=num_ranks, ranks_per_node=per_node)
+
+    def in_this_worker(self) -> World:
+        """Return this world with the data-loading worker that asks, if it is one."""
+        info = get_worker_info()
+        if info is None:
+            return replace(self, worker=0, num_workers=1)
+        return replace(self, worker=info.id, num_workers=info.num_workers)
+
+
+def current_world(environment: Mapping[str, str] | None = None) -> World:
+    """Return which rank this process is, without its workers.
+
+    The process group is believed first, where there is one; then what torchrun, Lightning's own launcher and SLURM put
+    into the environment. Without any of them, this process is alone.
+
+    Args:
+        environment: ``os.environ`` by default.
+
+    Raises:
+        StreamingError: If there are several ranks and it can't be told which one this is.
+    """
+    env = os.environ if environment is None else environment
+    if dist.is_available() and dist.is_initialized():
+        num_ranks = dist.get_world_size()
+        return World(rank=dist.get_rank(), num_ranks=num_ranks, ranks_per_node=_ranks_per_node(env, num_ranks))
+    if "WORLD_SIZE" in env:
+        num_ranks = int(env["WORLD_SIZE"])
+        return World(rank=_rank(env, num_ranks), num_ranks=num_ranks, ranks_per_node=_ranks_per_node(env, num_ranks))
+    if _is_slurm_task(env):
+        num_ranks = int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"]))
+        rank = int(env["SLURM_PROCID"])
+        return World(rank=rank, num_ranks=num_ranks, ranks_per_node=_ranks_per_node(env, num_ranks))
+    return World()
+
+
+def _rank(env: Mapping[str, str], num_ranks: int) -> int:
+    if "RANK" in env:
+        return int(env["RANK"])
+    node = int(env.get("NODE_RANK", env.get("GROUP_RANK", "0")))
+    if "LOCAL_RANK" in env and (node == 0 or "LOCAL_WORLD_SIZE" in env):
+        return node * int(env.get("LOCAL_WORLD_SIZE", "0")) + int(env["LOCAL_RANK"])
+    if num_ranks == 1:
+        return 0
+    raise StreamingError(
+        f"WORLD_SIZE is {num_ranks}, but which rank this process is can't be told: RANK is not set, and"
+        f" {'LOCAL_WORLD_SIZE' if 'LOCAL_RANK' in env else 'LOCAL_RANK'} isn't either. Ranks that believe to be the"
+        " same one would read the same samples. Make the process group before the first iteration, or set RANK."
+    )
+
+
+def _ranks_per_node(env: Mapping[str, str], num_ranks: int) -> int:
+    # All ranks must find the same number, so only what all of them are told counts. Where nothing is known, one node
+    # is assumed: which rank gets which sample changes by it, the samples of a step don't.
+    if "LOCAL_WORLD_SIZE" in env:
+        per_node = int(env["LOCAL_WORLD_SIZE"])
+    elif "SLURM_PROCID" in env and num_ranks == int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "0"))):
+        per_node = num_ranks // int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+    else:
+        return num_ranks
+    return per_node if per_node and num_ranks % per_node == 0 else num_ranks
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    # A script that sbatch or salloc runs itself, not by srun, has SLURM_NTASKS too, and is alone all the same.
+    by_srun = any(name in env for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
+    return by_srun and "SLURM_PROCID" in env and ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env)

@@ -1,0 +1,159 @@
+"""Which epoch an iteration is, and where in it it begins: known to a data set's copies in all processes of one rank.
+
+The numbers lie in a piece of shared memory without a name (nothing of it is left when the processes are gone). It is
+written by whoever begins an iteration: the process itself, its `StreamingDataLoader`, or, under any other loader,
+worker 0; the other workers of that loader wait for what worker 0 found. No lock is taken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils.data import get_worker_info
+
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.world import World
+
+_NEXT_EPOCH, _NEXT_SAMPLE, _EPOCH, _SAMPLE, _IS_VAGUE, _HEADER = 0, 1, 2, 3, 4, 8
+_SLOTS, _SLOT = 64, 4  # a slot: pool, iteration of the pool, epoch, sample
+_WAIT_SECONDS = 120.0
+_POLL_SECONDS = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where an iteration begins.
+
+    Args:
+        epoch: Which.
+        sample: How many samples all ranks have consumed of it before.
+        batch_size: Of a rank's steps, if somebody knows it.
+        world: This rank's place, if the main process has found it out already.
+    """
+
+    epoch: int
+    sample: int
+    batch_size: int | None = None
+    world: World | None = None
+
+
+class EpochBook:
+    """Keeps the epoch that is next, and the one that is under way."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.zeros(_HEADER + _SLOTS * _SLOT, dtype=torch.int64).share_memory_()
+        self._numbers[_HEADER:] = -1
+        self._numbers[_EPOCH] = -1
+        self._pool: int | None = None
+        self._num_begun = 0
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that the next iteration is."""
+        return int(self._numbers[_NEXT_EPOCH])
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether several workers take turns under a loader whose batch size nobody has told."""
+        return bool(self._numbers[_IS_VAGUE])
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch, and samples consumed of it, where the last iteration began; where the next one begins if none has."""
+        at = _NEXT_EPOCH if self._numbers[_EPOCH] < 0 else _EPOCH
+        epoch, sample = self._numbers[at : at + 2].tolist()
+        return epoch, sample
+
+    def put(self, epoch: int, sample: int) -> None:
+        """Let the next iteration begin there."""
+        self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch, sample
+        self._numbers[_EPOCH], self._numbers[_IS_VAGUE] = -1, 0
+
+    def note(self, epoch: int, sample: int, *, is_vague: bool = False) -> None:
+        """Note that an iteration has begun there; the next one is the next epoch."""
+        self._numbers[_EPOCH], self._numbers[_SAMPLE], self._numbers[_IS_VAGUE] = epoch, sample, int(is_vague)
+        self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch + 1, 0
+
+    def begin(self, *, is_vague: bool = False) -> tuple[int, int]:
+        """Begin the next iteration in this process; return its epoch and its first sample."""
+        epoch, sample = self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist()
+        self.note(epoch, sample, is_vague=is_vague)
+        return epoch, sample
+
+    def begin_in_worker(self, *, is_vague: bool = False) -> tuple[int, int]:
+        """Begin the next iteration in one of the workers of a loader that has said nothing; return the same.
+
+        Raises:
+            StreamingError: If worker 0 does not begin it too.
+        """
+        info = get_worker_info()
+        assert info is not None
+        if self._pool is None:
+            self._pool = _pool_of(info.id)
+        iteration, self._num_begun = self._num_begun, self._num_begun + 1
+        at = _HEADER + _SLOT * (self._pool % _SLOTS)
+        if info.id == 0:
+            epoch, sample = self.begin(is_vague=is_vague and info.num_workers > 1)
+            self._numbers[at] = -1
+            # In this order: who reads the number of the iteration reads the place behind it.
+            self._numbers[at + 2], self._numbers[at + 3] = epoch, sample
+            self._numbers[at + 1] = iteration
+            self._numbers[at] = self._pool
+            return epoch, sample
+        return self._told_by_worker_0(at, iteration)
+
+    def _told_by_worker_0(self, at: int, iteration: int) -> tuple[int, int]:
+        deadline, parent = time.monotonic() + _WAIT_SECONDS, os.getppid()
+        while True:
+            pool, told, epoch, sample = self._numbers[at : at + _SLOT].tolist()
+            if pool == self._pool and told == iteration:
+                return epoch, sample
+            if time.monotonic() > deadline or os.getppid() != parent:
+                raise StreamingError(
+                    f"Data-loading worker 0 has not begun iteration {iteration} of this data set within"
+                    f" {_WAIT_SECONDS:g} s, so this worker can't know its epoch. See what keeps worker 0, or use"
+                    " StreamingDataLoader, which tells its workers."
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _pool_of(worker: int) -> int:
+    """Return a number that the workers of one iterator have in common, and those of no other one of this process."""
+    # A process numbers its children, and a loader makes its workers one behind the other. The number is in the name.
+    number = multiprocessing.current_process().name.rpartition("-")[2]
+    if not number.isdigit():
+        raise StreamingError(
+            f"The data-loading worker {multiprocessing.current_process().name!r} was given a name of its own, so that"
+            " it can't be told which workers belong together. Use StreamingDataLoader, which tells its workers."
+        )
+    return int(number) - worker
+
+
+class Channel:
+    """Tells the workers of one `StreamingDataLoader` where each iteration begins, also those that live on.
+
+    Args:
+        is_shared: Whether workers live on from one iteration to the next, so that they must be told by shared memory.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self._numbers = torch.zeros(2, dtype=torch.int64).share_memory_() if is_shared else None
+        self._start: Start | None = None
+
+    def tell(self, start: Start) -> None:
+        """Say where the next iteration begins, before its workers are made or woken."""
+        self._start = start
+        if self._numbers is not None:
+            self._numbers[0], self._numbers[1] = start.epoch, start.sample
+
+    def heard(self) -> Start:
+        """Return where the iteration begins that this process begins now."""
+        assert self._start is not None
+        if self._numbers is None:
+            return self._start
+        epoch, sample = self._numbers.tolist()
+        return replace(self._start, epoch=epoch, sample=sample)

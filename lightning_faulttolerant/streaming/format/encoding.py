@@ -1,0 +1,67 @@
+"""What an encoding of a column is: bytes from a value, and the value from the bytes again."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer: TypeAlias = bytes | mmap.mmap
+"""What is decoded: a slice of either is ``bytes``."""
+
+Windows: TypeAlias = Callable[[int], npt.NDArray[Any]]
+"""Gives, for a size, an array whose item ``i`` is the ``size`` bytes of the buffer that begin at byte ``i``."""
+
+Positions: TypeAlias = npt.NDArray[np.int64]
+
+
+class Encoding(ABC):
+    """One way to write a value of a column as bytes.
+
+    A value decoded is the caller's own: it keeps nothing of the buffer alive and may be written to.
+    """
+
+    size: int | None = None
+    """Bytes of every value, or ``None`` where values differ."""
+
+    is_safe: bool = True
+    """Whether decoding bytes of unknown origin runs no code of theirs."""
+
+    @abstractmethod
+    def encode(self, value: Any) -> bytes:
+        """Return the bytes of a value.
+
+        Raises:
+            TypeError: If it is not of a type that this encoding holds.
+            ValueError: If it is, but this value can't be held unchanged.
+        """
+
+    @abstractmethod
+    def decode(self, buffer: Buffer, begin: int, end: int) -> Any:
+        """Return the value of ``buffer[begin:end]``.
+
+        Raises:
+            ValueError: If these are not the bytes of one.
+        """
+
+    def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Any]:
+        """Return many values at once: the same as calling ``decode`` for each."""
+        decode = self.decode
+        return [decode(buffer, begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+def expect_type(value: Any, types: type | tuple[type, ...], *, encoding: str) -> None:
+    """Raise TypeError unless a value is of a type that an encoding holds."""
+    if not isinstance(value, types):
+        names = " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
+        raise TypeError(f"A column of encoding {encoding!r} holds {names}, got {type(value).__name__}: {value!r:.100}")
+
+
+def expect_size(num_bytes: int, expected: int | None) -> None:
+    """Raise ValueError unless the bytes are as many as a value has."""
+    if num_bytes != expected:
+        raise ValueError(f"a value has {num_bytes} bytes, its encoding {expected}")

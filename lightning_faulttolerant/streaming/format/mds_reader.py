@@ -1,0 +1,95 @@
+"""Reads shards of the MDS format."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_faulttolerant.streaming.format.encoding import Positions
+from lightning_faulttolerant.streaming.format.info import ShardInfo
+from lightning_faulttolerant.streaming.format.layout import layout_of
+from lightning_faulttolerant.streaming.format.shard import ShardReader
+
+# Decoded at once: enough that what numpy costs per call is shared by many, so little that the first sample of a call
+# does not wait for the rest of a shard, and that whoever keeps a sample does not keep many others.
+_BLOCK_SAMPLES = 256
+_BLOCK_BYTES = 1 << 20
+# Fewer than this are faster one by one.
+_FEW = 4
+
+_DECODING_ERRORS = (ValueError, LookupError, OSError, ArithmeticError)
+
+
+class MDSReader(ShardReader):
+    """Random access to the samples of an MDS shard: the number of samples, offsets, a description, the samples."""
+
+    def __init__(self, info: ShardInfo, directory: str) -> None:
+        super().__init__(info, directory)
+        self._layout = layout_of(info.columns)
+        self._windows_by_size: dict[int, npt.NDArray[Any]] = {}
+        self._file = self._map(info.files[0])
+        try:
+            self._bounds = self._offsets(self._file, first=None, end=info.files[0].num_bytes)
+            self._check_sizes()
+        except BaseException:
+            self.close()
+            raise
+        self._bound = self._bounds.data
+        mean_bytes = info.files[0].num_bytes // max(1, info.num_samples)
+        self._block = max(1, min(_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
+
+    def _check_sizes(self) -> None:
+        sizes = np.diff(self._bounds)
+        least = self._layout.min_bytes
+        if (sizes < least).any() or (self._layout.is_fixed and (sizes != least).any()):
+            raise self._damaged(f"its columns need {least} bytes, but a sample has {sizes.min()} to {sizes.max()}")
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self._checked_id(index)
+        try:
+            return self._layout.decode(self._file, self._bound[number], self._bound[number + 1])
+        except _DECODING_ERRORS as error:
+            raise self._undecodable(number, error) from error
+
+    def samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+        """Yield many samples, faster than one by one."""
+        checked = self._checked_ids(ids)
+        for start in range(0, len(checked), self._block):
+            block = checked[start : start + self._block]
+            if len(block) < _FEW:
+                yield from map(self.__getitem__, block.tolist())
+            else:
+                yield from self._many(block)
+
+    def _many(self, ids: Positions) -> list[dict[str, Any]]:
+        bounds = self._bounds
+        try:
+            return self._layout.decode_many(self._file, self._windows, bounds[ids], bounds[ids + 1])
+        except _DECODING_ERRORS:
+            # One by one, to name the sample.
+            return [self[number] for number in ids.tolist()]
+
+    def _windows(self, size: int) -> npt.NDArray[Any]:
+        """Return an array of all runs of so many bytes, each by its first: they overlap, none is copied."""
+        windows = self._windows_by_size.get(size)
+        if windows is None:
+            num_windows = max(0, len(self._file) - size + 1)
+            windows = np.ndarray((num_windows,), dtype=f"V{size}", buffer=self._file, strides=(1,))
+            self._windows_by_size[size] = windows
+        return windows
+
+    def _undecodable(self, number: int, error: Exception) -> Exception:
+        if self._file.closed:
+            return ValueError("This reader is closed.")
+        return self._damaged(f"sample {number} can't be decoded ({error})")
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._windows_by_size.clear()
+        # Whoever is reading from it this moment has a view of it; the mapping goes with the last of those.
+        with contextlib.suppress(BufferError):
+            self._file.close()

@@ -1,0 +1,122 @@
+"""What all readers of a shard are, and which of them reads which."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_faulttolerant.errors import DamagedShardError, MissingShardError
+from lightning_faulttolerant.streaming.format.encoding import Positions
+from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+
+_UINT32_BYTES = 4
+
+
+class ShardReader(ABC):
+    """Random access to the samples of one shard.
+
+    Files are opened once and mapped; offsets are read and checked once. What it returns is the caller's own and stays
+    valid after ``close``.
+
+    Args:
+        info: What the index says of the shard.
+        directory: Where its files are, uncompressed.
+    """
+
+    def __init__(self, info: ShardInfo, directory: str) -> None:
+        self._info = info
+        self._directory = directory
+
+    def __len__(self) -> int:
+        return self._info.num_samples
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample.
+
+        Args:
+            index: In the shard, from 0; negative from its end.
+
+        Raises:
+            IndexError: If the shard has fewer samples.
+            DamagedShardError: If the bytes are not those of a sample.
+        """
+
+    @abstractmethod
+    def samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+        """Yield many samples, faster than one by one.
+
+        Args:
+            ids: In the shard, from 0.
+
+        Raises:
+            IndexError: If one of them is outside of the shard.
+            DamagedShardError: If the bytes are not those of a sample.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the files back. Samples can't be read any more."""
+
+    def _damaged(self, what: str) -> DamagedShardError:
+        path = os.path.join(self._directory, self._info.files[0].basename)
+        return DamagedShardError(
+            f"The shard {path} is damaged: {what}. Its samples would be wrong; delete the file so that it is "
+            f"downloaded again, or write the data set again if this is its only copy."
+        )
+
+    def _checked_id(self, index: int) -> int:
+        num_samples = self._info.num_samples
+        if not -num_samples <= index < num_samples:
+            raise IndexError(f"Sample {index} of a shard that has {num_samples}: {self._info.files[0].basename}")
+        return index % num_samples
+
+    def _checked_ids(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Positions:
+        array = np.asarray(ids, dtype=np.int64)
+        if array.size and not (array.min() >= 0 and array.max() < self._info.num_samples):
+            raise IndexError(
+                f"Samples {array.min()} to {array.max()} of a shard that has {self._info.num_samples}: "
+                f"{self._info.files[0].basename}"
+            )
+        return array
+
+    def _map(self, file: ShardFile) -> mmap.mmap:
+        path = os.path.join(self._directory, file.basename)
+        try:
+            with open(path, "rb") as opened:
+                num_bytes = os.fstat(opened.fileno()).st_size
+                if num_bytes != file.num_bytes or not num_bytes:
+                    raise self._damaged(f"{file.basename} has {num_bytes} bytes, the index says {file.num_bytes}")
+                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            raise MissingShardError(
+                f"The shard {path} is not there. If it is on a remote, give its address as `remote`; "
+                f"if it was deleted while it was read, raise the limit of the cache."
+            ) from error
+
+    def _offsets(self, table: mmap.mmap, *, first: int | None, end: int) -> Positions:
+        """Return where the samples begin and end, as a table of offsets behind their number says.
+
+        Args:
+            table: The file that holds the number of samples and the offsets.
+            first: Where the first sample begins, or ``None`` for anywhere behind the table.
+            end: Where the last one ends.
+        """
+        num_samples = self._info.num_samples
+        head_bytes = _UINT32_BYTES * (num_samples + 2)
+        if len(table) < head_bytes:
+            raise self._damaged(f"{len(table)} bytes do not hold the offsets of {num_samples} samples")
+        numbers = np.frombuffer(table, "<u4", num_samples + 2).astype(np.int64)
+        offsets = numbers[1:]
+        if numbers[0] != num_samples:
+            raise self._damaged(f"it says that it has {numbers[0]} samples, the index says {num_samples}")
+        begins_well = offsets[0] >= head_bytes if first is None else offsets[0] == first
+        if not begins_well or offsets[-1] != end or (np.diff(offsets) < 0).any():
+            raise self._damaged("its offsets do not ascend from the first byte of its samples to the last")
+        return offsets

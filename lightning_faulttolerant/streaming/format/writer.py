@@ -1,0 +1,213 @@
+"""What all writers of a data set do: cut samples into shards, write them, and last of all the index."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.format.compression import compress, extension, is_known_compression
+from lightning_faulttolerant.streaming.format.hashes import digest_of, is_known_hash
+from lightning_faulttolerant.streaming.format.index import INDEX_BASENAME, VERSION
+from lightning_faulttolerant.streaming.format.output import Output
+
+_Writer = TypeVar("_Writer", bound="DatasetWriter")
+
+_MAX_SHARD_BYTES = 2**32
+_UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 << 40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)")
+
+
+class DatasetWriter(ABC):
+    """Writes a data set shard by shard.
+
+    Use it in a ``with`` block. The index is written last: a data set that has one is whole. If the block is left by an
+    exception, or the process is killed, there is none.
+
+    Args:
+        out: A directory, a remote address (``s3://...``, anything fsspec knows), or a pair of both.
+        keep_local: Keep the local files of a data set that is also uploaded.
+        compression: ``br``, ``bz2``, ``gz``, ``snappy``, ``zstd``, each but snappy perhaps with a level: ``zstd:7``.
+        hashes: Names of algorithms whose digests go into the index, sorted.
+        size_limit: Bytes of a shard, at most; ``"100kb"`` and the like too. A larger sample gets a shard of its own.
+            ``None``: one shard.
+        progress_bar: Show how many files have been uploaded.
+        max_workers: Threads that upload.
+        retry: How often an upload that failed is tried again.
+        exist_ok: Replace a data set that is there: its index and shards are deleted, nothing else.
+        storage_options: For the file system of the remote address.
+
+    Raises:
+        ValueError: If an argument is not one of those above.
+        FileExistsError: If there is something in the directory and ``exist_ok`` is off.
+    """
+
+    format: str
+    _bytes_per_sample = 0
+
+    def __init__(
+        self,
+        *,
+        out: str | tuple[str, str],
+        keep_local: bool = False,
+        compression: str | None = None,
+        hashes: Sequence[str] | None = None,
+        size_limit: int | str | None = 1 << 26,
+        progress_bar: bool = False,
+        max_workers: int | None = None,
+        retry: int = 2,
+        exist_ok: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.compression = compression or None
+        if self.compression is not None and not is_known_compression(self.compression):
+            raise ValueError(f"There is no compression {compression!r}.")
+        self.hashes = list(hashes or [])
+        if self.hashes != sorted(set(self.hashes)):
+            raise ValueError(f"Hashes must be sorted, each once: {self.hashes}")
+        unknown = [name for name in self.hashes if not is_known_hash(name)]
+        if unknown:
+            raise ValueError(f"There is no hash {unknown[0]!r}.")
+        self.size_limit = _num_bytes(size_limit)
+        self._shards: list[dict[str, Any]] = []
+        self._samples: list[bytes] = []
+        self._finished = False
+        self._shard_bytes = self._empty_bytes()
+        self._output = Output(
+            out,
+            keep_local=keep_local,
+            progress_bar=progress_bar,
+            max_workers=max_workers,
+            retry=retry,
+            exist_ok=exist_ok,
+            storage_options=storage_options,
+        )
+
+    @abstractmethod
+    def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
+        """Return the bytes of a sample."""
+
+    @abstractmethod
+    def _encoded_shard(self, samples: list[bytes]) -> dict[str, bytes]:
+        """Return the files of a shard: ``data``, and ``meta`` where the format has it."""
+
+    def _empty_bytes(self) -> int:
+        """How many bytes a shard has before its first sample."""
+        return 0
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what each shard says of itself in the index."""
+        return {
+            "version": VERSION,
+            "format": self.format,
+            "compression": self.compression,
+            "hashes": self.hashes,
+            "size_limit": self.size_limit,
+        }
+
+    def write(self, sample: Mapping[str, Any]) -> None:
+        """Write a sample.
+
+        Args:
+            sample: A value for each column; what it has beyond those is not written.
+
+        Raises:
+            TypeError: If a value is not of its column's type.
+            ValueError: If a value can't be stored unchanged.
+            KeyError: If a column has no value.
+            OSError: If a shard can't be written or uploaded.
+        """
+        if self._finished:
+            raise ValueError("This writer has finished.")
+        data = self.encode_sample(sample)
+        num_bytes = len(data) + self._bytes_per_sample
+        if self.size_limit and self.size_limit < self._shard_bytes + num_bytes:
+            self._flush()
+        self._samples.append(data)
+        self._shard_bytes += num_bytes
+
+    def finish(self) -> None:
+        """Write what is left and the index; wait until all is where it belongs."""
+        if self._finished:
+            return
+        if self._samples:
+            self._flush()
+        self._finished = True
+        text = json.dumps({"version": VERSION, "shards": self._shards}, sort_keys=True)
+        self._output.publish(INDEX_BASENAME, text.encode())
+
+    def __enter__(self: _Writer) -> _Writer:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if exc_type is None:
+            self.finish()
+        else:
+            self._finished = True
+            self._output.abandon()
+
+    def _flush(self) -> None:
+        files = self._encoded_shard(self._samples)
+        entry: dict[str, Any] = {"samples": len(self._samples)}
+        for part, data in files.items():
+            entry[f"raw_{part}"], entry[f"zip_{part}"] = self._stored(part, data)
+        entry.update(self.get_config())
+        self._shards.append(entry)
+        self._samples = []
+        self._shard_bytes = self._empty_bytes()
+
+    def _stored(self, part: str, data: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        names = ["shard", f"{len(self._shards):05}", self.format, *(["meta"] if part == "meta" else [])]
+        basename = ".".join(names)
+        raw = self._described(basename, data)
+        if self.compression is None:
+            self._output.add(basename, data)
+            return raw, None
+        zipped = compress(data, self.compression)
+        basename = f"{basename}.{extension(self.compression)}"
+        self._output.add(basename, zipped)
+        return raw, self._described(basename, zipped)
+
+    def _described(self, basename: str, data: bytes) -> dict[str, Any]:
+        hashes = {name: digest_of(data, name) for name in self.hashes}
+        return {"basename": basename, "bytes": len(data), "hashes": hashes}
+
+
+def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
+    """Return the number of samples and where each begins and the last ends, as the files have them.
+
+    Args:
+        samples: Their bytes.
+        first: Where the first one begins.
+
+    Raises:
+        ValueError: If they end behind what 32 bits can say.
+    """
+    offsets = np.cumsum([first, *map(len, samples)], dtype=np.int64)
+    if offsets[-1] >= _MAX_SHARD_BYTES:
+        raise ValueError(
+            f"A shard would have {offsets[-1]} bytes, but its offsets have 32 bits. Give a size_limit below 4 GiB."
+        )
+    table: bytes = np.array([len(samples), *offsets], "<u4").tobytes()
+    return table
+
+
+def _num_bytes(size_limit: int | str | None) -> int | None:
+    """Return a limit in bytes; ``None`` and 0 are none."""
+    if not size_limit:
+        return None
+    if isinstance(size_limit, str):
+        parsed = _SIZE.fullmatch(size_limit.strip().lower())
+        if parsed is None or parsed[2] not in _UNITS:
+            raise ValueError(f"size_limit={size_limit!r}: give a number of bytes, or one with a unit such as '100kb'.")
+        size_limit = int(float(parsed[1]) * _UNITS[parsed[2]])
+    if not 0 <= size_limit < _MAX_SHARD_BYTES:
+        raise ValueError(f"size_limit={size_limit}: it must be from 1 to 2**32 - 1, since offsets have 32 bits.")
+    return size_limit

@@ -1,0 +1,136 @@
+"""The shards of all streams as one list: which of them has a sample, and readers of those that are in use."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_faulttolerant.streaming.cache import ShardCache
+from lightning_faulttolerant.streaming.format import open_shard
+from lightning_faulttolerant.streaming.format.info import ShardInfo
+from lightning_faulttolerant.streaming.format.shard import ShardReader
+
+Ids = npt.NDArray[np.int64]
+# Which directory a shard is in once it is here: of a stream, a shard of it.
+Fetch = Callable[[int, int], str]
+
+_MAX_BLOCK_SAMPLES = 2048
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedStream:
+    """A stream whose index has been read."""
+
+    shards: tuple[ShardInfo, ...]
+    cache: ShardCache
+
+
+class Shards:
+    """Reads samples by their number over all shards of all streams; opens a file once, and keeps it mapped.
+
+    It can be pickled and forked; a process opens what it reads.
+
+    Args:
+        streams: In their order.
+        allow_unsafe_types: Read pickled columns too.
+    """
+
+    def __init__(self, streams: Sequence[OpenedStream], *, allow_unsafe_types: bool = False) -> None:
+        self._streams = tuple(streams)
+        self._allow_unsafe_types = allow_unsafe_types
+        sizes = [shard.num_samples for stream in streams for shard in stream.shards]
+        self._stops = np.cumsum(np.array(sizes, np.int64))
+        self._starts = self._stops - np.array(sizes, np.int64)
+        counts = [len(stream.shards) for stream in streams]
+        self._first_of_stream = np.cumsum([0, *counts])
+        num_bytes = sum(file.num_bytes for stream in streams for shard in stream.shards for file in shard.files)
+        mean_bytes = num_bytes // max(1, self.num_samples)
+        self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._readers: dict[int, ShardReader] = {}
+        self._lock = threading.Lock()
+        # A mapped file keeps one of the process's file descriptors.
+        self._max_open = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock", "_max_open")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_up()
+
+    @property
+    def num_samples(self) -> int:
+        """Of all shards."""
+        return int(self._stops[-1]) if len(self._stops) else 0
+
+    @property
+    def sizes(self) -> list[Ids]:
+        """The number of samples of each shard, for each stream."""
+        sizes = self._stops - self._starts
+        return [sizes[first:stop] for first, stop in zip(self._first_of_stream, self._first_of_stream[1:], strict=False)]
+
+    def locate(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the shard of each sample, and its place there."""
+        shards = np.searchsorted(self._stops, ids, side="right")
+        return shards, ids - self._starts[shards]
+
+    def stream_of(self, shard: int) -> tuple[int, int]:
+        """Return the stream of a shard, and which of the stream's shards it is."""
+        stream = int(np.searchsorted(self._first_of_stream, shard, side="right")) - 1
+        return stream, shard - int(self._first_of_stream[stream])
+
+    def fetch(self, stream: int, shard: int) -> str:
+        """Return the directory of a shard's files, which are fetched now if they are not there."""
+        return self._streams[stream].cache.fetch(shard)
+
+    def reader(self, shard: int, fetch: Fetch) -> ShardReader:
+        """Return the reader of a shard; its files are waited for if they are not here."""
+        reader = self._readers.get(shard)
+        return self._opened(shard, fetch) if reader is None else reader
+
+    def _opened(self, shard: int, fetch: Fetch) -> ShardReader:
+        stream, number = self.stream_of(shard)
+        directory = fetch(stream, number)
+        info = self._streams[stream].shards[number]
+        reader = open_shard(info, directory, allow_unsafe_types=self._allow_unsafe_types)
+        with self._lock:
+            self._readers[shard] = reader
+            while len(self._readers) > self._max_open:
+                # Not closed: somebody may be reading from it. Its mapping goes with the last reference.
+                del self._readers[next(iter(self._readers))]
+        return reader
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """Return one sample."""
+        shards, places = self.locate(np.array([number], np.int64))
+        return self.reader(int(shards[0]), self.fetch)[int(places[0])]
+
+    def samples(self, ids: Ids, fetch: Fetch) -> Iterator[dict[str, Any]]:
+        """Yield samples in the order of `ids`; those of one shard are decoded together."""
+        shards, places = self.locate(ids)
+        if len(ids) and (shards == shards[0]).all():
+            yield from self.reader(int(shards[0]), fetch).samples(places)
+            return
+        order = np.argsort(shards, kind="stable")
+        in_order = shards[order]
+        begins = np.flatnonzero(np.diff(in_order, prepend=-1))
+        samples: list[Any] = [None] * len(ids)
+        for begin, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(ids)], strict=True):
+            where = order[begin:stop]
+            reader = self.reader(int(in_order[begin]), fetch)
+            for place, sample in zip(where.tolist(), reader.samples(places[where]), strict=True):
+                samples[place] = sample
+        # Given away one by one: nobody is kept waiting to have his memory back.
+        samples.reverse()
+        while samples:
+            yield samples.pop()
