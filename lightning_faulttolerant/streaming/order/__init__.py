@@ -1,1 +1,16 @@
 """Which sample comes when: mixing, shuffling and dealing, as pure functions of seed, epoch and position."""
+
+from lightning_faulttolerant.streaming.order.deal import Deal, normalised, positions_of_step
+from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
+from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
+
+__all__ = [
+    "Deal",
+    "EpochOrder",
+    "Shares",
+    "Weight",
+    "epoch_order",
+    "normalised",
+    "positions_of_step",
+    "shares_of_streams",
+]

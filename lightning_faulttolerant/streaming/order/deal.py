@@ -1,0 +1,144 @@
+"""Who reads which positions of the flat order, step by step: the same samples in each global step for every world.
+
+A global step takes the next ``num_ranks * batch_size`` positions. Node ``a`` takes those of them that are ``a`` modulo
+the number of nodes, and deals them to its ranks in turn. A rank's worker ``w`` reads the steps ``w``, ``w + W``, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.order.draws import Ints
+from lightning_faulttolerant.streaming.world import World
+
+
+def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -> Ints:
+    """Return the positions of the batch of this rank in a full step, in the order of the batch.
+
+    Args:
+        step: Counted from the start or the resume, from 0.
+        start: How many positions of the epoch were consumed before, by all ranks.
+        world: Who reads.
+        batch_size: Samples of one batch of one rank.
+    """
+    num_nodes, ranks_per_node = nodes_of(world)
+    node, rank_of_node = divmod(world.rank, ranks_per_node)
+    base = start + step * world.num_ranks * batch_size
+    first = base + (node - base) % num_nodes
+    return first + num_nodes * (rank_of_node + ranks_per_node * np.arange(batch_size, dtype=np.int64))
+
+
+def nodes_of(world: World) -> tuple[int, int]:
+    """Return the number of nodes and of ranks on each; one node if the ranks don't divide evenly."""
+    if world.num_ranks % world.ranks_per_node:
+        return 1, world.num_ranks
+    return world.num_ranks // world.ranks_per_node, world.ranks_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deal:
+    """What is left of an epoch, dealt to one rank.
+
+    All ranks get equally many samples in every step. Where the positions that are left don't divide, some ranks read
+    a sample of their node once more in the last step: fewer than one sample for each rank, and none is left out.
+
+    Args:
+        num_positions: Of the whole epoch.
+        start: How many of them were consumed before, by all ranks.
+        world: Who reads.
+        batch_size: Samples of one batch of one rank.
+        initial_nodes: The number of nodes at the beginning of a run of the original library that goes on with a number
+            of nodes for which that library keeps the order inside a global batch: the batch is then dealt as to
+            those, read in turn, and cut anew.
+
+    Source: the partition of MosaicML Streaming 0.13 (``orig``, ``relaxed``), without its tables.
+    """
+
+    num_positions: int
+    start: int = 0
+    world: World
+    batch_size: int
+    initial_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
+        if not 0 <= self.start <= self.num_positions:
+            raise ValueError(
+                f"An epoch of {self.num_positions} positions can't go on from position {self.start}. The state is"
+                " that of another data set or of another epoch_size."
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples each rank reads from here to the end of the epoch."""
+        return -(-(self.num_positions - self.start) // self.world.num_ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are from here to the end of the epoch, the last one maybe with a smaller batch."""
+        return -(-self.num_samples // self.batch_size)
+
+    @property
+    def num_full_steps(self) -> int:
+        """How many steps there are from here that take a position for each of their samples: no repeats."""
+        return (self.num_positions - self.start) // (self.world.num_ranks * self.batch_size)
+
+    def positions(self, step: int) -> Ints:
+        """Return the positions of the batch of this rank in a step, counted from ``start``, in order."""
+        if step < self.num_full_steps:
+            if self._is_dealt_anew:
+                return self._dealt_anew(step)
+            return positions_of_step(step, start=self.start, world=self.world, batch_size=self.batch_size)
+        return self._last(step)
+
+    def positions_of_worker(self, first: int, count: int) -> list[Ints]:
+        """Return the positions of ``count`` batches of this worker, of which it has read ``first``.
+
+        Fewer are returned where the epoch ends. Concatenate them to ask for their samples at once.
+        """
+        world = self.world
+        steps = range(world.worker + first * world.num_workers, self.num_steps, world.num_workers)[:count]
+        return [self.positions(step) for step in steps]
+
+    def _last(self, step: int) -> Ints:
+        """The positions in a step that may have to repeat some."""
+        num_nodes, ranks_per_node = nodes_of(self.world)
+        node, rank_of_node = divmod(self.world.rank, ranks_per_node)
+        first = self.start + (node - self.start) % num_nodes
+        of_node = max(0, -(-(self.num_positions - first) // num_nodes))
+        begin = step * self.batch_size
+        places = rank_of_node + ranks_per_node * np.arange(begin, min(begin + self.batch_size, self.num_samples))
+        missing = self.num_samples * ranks_per_node - of_node
+        if not of_node:  # fewer positions than nodes: there are no samples of this node's own
+            return self.start + places % (self.num_positions - self.start)
+        has_enough = ranks_per_node + missing - 1 <= of_node
+        again = places - ranks_per_node - missing + 1 if has_enough else places % of_node
+        return first + num_nodes * np.where(places < of_node, places, again)
+
+    @property
+    def _is_dealt_anew(self) -> bool:
+        if self.initial_nodes is None:
+            return False
+        _, ranks_per_node = nodes_of(self.world)
+        return self.world.num_ranks * self.batch_size % (self.initial_nodes * ranks_per_node) == 0
+
+    def _dealt_anew(self, step: int) -> Ints:
+        assert self.initial_nodes is not None
+        _, ranks_per_node = nodes_of(self.world)
+        samples = self.world.num_ranks * self.batch_size
+        base = self.start + step * samples
+        places = self.world.rank * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
+        of_rank = samples // (self.initial_nodes * ranks_per_node)
+        device, place = np.divmod(places, of_rank)
+        node, rank_of_node = np.divmod(device, ranks_per_node)
+        of_node = rank_of_node + ranks_per_node * place
+        positions: Ints = base + (node - base) % self.initial_nodes + self.initial_nodes * of_node
+        return positions
+
+
+def normalised(epoch: int, position: int, *, num_positions: int) -> tuple[int, int]:
+    """Return epoch and position, where a position at the end of an epoch means the beginning of the next one."""
+    return (epoch + 1, 0) if position >= num_positions else (epoch, position)

@@ -1,0 +1,174 @@
+"""How many samples of each stream, and of each of its shards, an epoch has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """How much of a stream an epoch has; at most one of the three, and without any the stream once.
+
+    Args:
+        proportion: Relative to the other streams, at least 0. Then every stream has one, and ``epoch_size`` holds.
+        repeat: How many times its samples are read, at least 0; may be a fraction.
+        choose: How many of its samples are read, at least 0.
+    """
+
+    proportion: float | None = None
+    repeat: float | None = None
+    choose: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in ("proportion", "repeat", "choose")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(given) > 1:
+            raise ValueError(f"A stream has at most one of proportion, repeat and choose, not {given}.")
+        for name, value in given.items():
+            if value < 0:
+                raise ValueError(f"{name} of a stream must be at least 0, not {value}.")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the stream has one."""
+        return not self.proportion is self.repeat is self.choose is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """What the weights come to: one of each for each stream.
+
+    Args:
+        proportions: Of the epoch.
+        repeats: How many times the samples of the stream are read, on average.
+        chosen: How many samples of the epoch are its own.
+    """
+
+    proportions: tuple[float, ...]
+    repeats: tuple[float, ...]
+    chosen: tuple[int, ...]
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples of an epoch."""
+        return sum(self.chosen)
+
+
+def shares_of_streams(
+    weights: Sequence[Weight], sizes: Sequence[int], *, epoch_size: int | None = None, seed: int
+) -> Shares:
+    """Return how many samples of each stream an epoch has.
+
+    Where the proportions don't divide, a few streams, drawn by the seed once for all epochs, get one sample more.
+
+    Args:
+        weights: One for each stream.
+        sizes: The number of samples of each stream.
+        epoch_size: Of all streams together; only with proportions, or where no stream has a weight.
+        seed: Of the order.
+
+    Raises:
+        ValueError: Proportions and the other weights don't go together, nor do those and ``epoch_size``.
+
+    Source: ``Stream.apply_weights`` of MosaicML Streaming 0.13, which gives the same numbers.
+    """
+    if not all(sizes):
+        raise ValueError(f"Stream {[*sizes].index(0)} has no samples.")
+    if epoch_size is not None and epoch_size < 0:
+        raise ValueError(f"epoch_size must be at least 0, not {epoch_size}.")
+    relative = [weight.proportion is not None for weight in weights]
+    if any(relative) and not all(relative):
+        raise ValueError(
+            f"Stream {relative.index(True)} has a proportion and stream {relative.index(False)} has none: a proportion"
+            " is relative to all streams. Give every stream a proportion, or none."
+        )
+    num_samples = np.asarray(sizes, np.int64)
+    if all(relative):
+        parts = np.array([weight.proportion for weight in weights], np.float64)
+        if not parts.sum():
+            raise ValueError("The proportions of all streams are 0.")
+        chosen = _divided(epoch_size or int(num_samples.sum()), parts / parts.sum(), seed)
+        return _shares(parts / parts.sum(), chosen, num_samples)
+    if epoch_size and not any(weight.is_given for weight in weights):
+        parts = num_samples / num_samples.sum()
+        return _shares(parts, _divided(epoch_size, parts, seed), num_samples)
+    if epoch_size:
+        raise ValueError(
+            f"epoch_size is {epoch_size}, but repeat and choose of the streams already say how large the epoch is."
+            " Leave out epoch_size, or give each stream a proportion instead."
+        )
+    chosen = np.array([_chosen(weight, size) for weight, size in zip(weights, sizes, strict=True)], np.int64)
+    if not chosen.sum():
+        raise ValueError("The epoch is empty: repeat or choose of every stream is 0.")
+    return _shares(chosen / chosen.sum(), chosen, num_samples)
+
+
+def _chosen(weight: Weight, size: int) -> int:
+    if weight.repeat is not None:
+        return int(weight.repeat * size)
+    return size if weight.choose is None else weight.choose
+
+
+def _divided(total: int, parts: Ints, seed: int) -> Ints:
+    chosen = (total * parts).astype(np.int64)
+    short = total - int(chosen.sum())
+    chosen[np.random.default_rng(seed).choice(len(parts), short, False)] += 1
+    return chosen
+
+
+def _shares(proportions: Ints, chosen: Ints, sizes: Ints) -> Shares:
+    repeats = chosen / sizes
+    return Shares(
+        proportions=tuple(proportions.tolist()), repeats=tuple(repeats.tolist()), chosen=tuple(chosen.tolist())
+    )
+
+
+def chosen_of_shards(shard_size: Ints, chosen: int, *, granularity: int, draw: tuple[int, ...], stream: int) -> Ints:
+    """Return how many samples of each shard of a stream an epoch has, for the orders that cost nothing in advance.
+
+    Every shard is read whole as often as it goes. Of what is left each shard has a share in proportion to its size, up
+    or down to the next ``granularity`` samples, by systematic sampling over the shards in a random order: so the cost
+    is that of a list of shards, whatever the number of samples.
+
+    Args:
+        shard_size: The number of samples of each shard.
+        chosen: How many samples of the stream the epoch has.
+        granularity: How many samples are taken from a shard at a time: few shards for a small share if it is large.
+        draw: What the choice depends on: seed, and epoch where it is drawn anew in each.
+        stream: Which one it is.
+    """
+    total = int(shard_size.sum())
+    times, rest = divmod(chosen, total)
+    of_shards = shard_size * times
+    if not rest:
+        return of_shards
+    order = permutation(key_of("shares of shards", *draw, stream), len(shard_size))
+    sizes = [int(size) for size in shard_size[order]]
+    grains = [-(-size // granularity) for size in sizes]
+    wanted, available = -(-rest // granularity), sum(grains)
+    # Of the grains of all shards in a row every (available / wanted)-th is taken, from a random one on.
+    before, taken = key_of("first grain", *draw, stream) % available, []
+    for grain in grains:
+        after = before + grain * wanted
+        taken.append(after // available - before // available)
+        before = after
+    parts = [min(size, count * granularity) for size, count in zip(sizes, taken, strict=True)]
+    of_shards[order] += np.array(_fitted(parts, sizes, rest), np.int64)
+    return of_shards
+
+
+def _fitted(parts: list[int], sizes: list[int], total: int) -> list[int]:
+    """Add or take away what a last, smaller grain of a shard made wrong."""
+    excess = sum(parts) - total
+    for place, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        if not excess:
+            break
+        changed = max(part - excess, 0) if excess > 0 else min(part - excess, size)
+        excess -= part - changed
+        parts[place] = changed
+    return parts

@@ -1,0 +1,138 @@
+"""What an epoch reads, shard by shard: whole shards, some of them more than once, and samples drawn from some.
+
+A unit is a shard once, or some samples of it. Whatever is as long as a list of shards is kept; ids of samples are made
+when they are asked for, and only the latest of them are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.order.draws import Ints, key_of, permutation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """The units of an epoch, none of them empty, in the order of their shards.
+
+    Args:
+        shard: The shard of each, counted over all streams.
+        first: The id of the first sample of its shard.
+        size: How many samples it has.
+        shard_size: How many its shard has: if they are more, the samples are drawn from them.
+        num_shards: Of the whole data set, with those that this epoch does not read.
+        draw: What the draws depend on: seed, and epoch where it is drawn anew in each.
+    """
+
+    shard: Ints
+    first: Ints
+    size: Ints
+    shard_size: Ints
+    num_shards: int
+    draw: tuple[int, ...] = ()
+    _drawn: Recent = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_drawn", Recent(self._draw, at_most=16))
+
+    @property
+    def num_samples(self) -> int:
+        """Of the whole epoch."""
+        return int(self.size.sum())
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether no samples are drawn."""
+        return bool((self.size == self.shard_size).all())
+
+    def ids(self, unit: int, begin: int, stop: int) -> Ints:
+        """Return the ids of the samples ``begin`` to ``stop`` of a unit."""
+        first = int(self.first[unit])
+        if self.size[unit] == self.shard_size[unit]:
+            return np.arange(first + begin, first + stop, dtype=np.int64)
+        return first + self._drawn[unit][begin:stop]
+
+    def _draw(self, unit: int) -> Ints:
+        key = key_of("samples of a shard", *self.draw, int(self.shard[unit]))
+        drawn = permutation(key, int(self.shard_size[unit]))[: int(self.size[unit])]
+        drawn.sort()
+        return drawn
+
+
+def whole_shards(sizes: Sequence[int] | Ints) -> Units:
+    """Return the units of an epoch that reads each shard once."""
+    shard_size = np.asarray(sizes, np.int64)
+    return units_of(shard_size, shard_size)
+
+
+def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> Units:
+    """Return the units that make ``chosen`` samples of each shard: the whole of it as often as it goes, and a rest."""
+    shards = np.flatnonzero(shard_size)
+    times, rest = np.divmod(chosen[shards], shard_size[shards])
+    first = np.cumsum(shard_size) - shard_size
+    counts = times + (rest > 0)
+    shard = np.repeat(shards, counts)
+    size = shard_size[shard]
+    lasts = np.cumsum(counts) - 1
+    drawn = rest > 0
+    size[lasts[drawn]] = rest[drawn]
+    return Units(
+        shard=shard,
+        first=first[shard],
+        size=size,
+        shard_size=shard_size[shard],
+        num_shards=len(shard_size),
+        draw=draw,
+    )
+
+
+class Recent:
+    """The latest of some arrays that are made from a number when they are asked for; may be read by several threads.
+
+    Args:
+        make: Makes one.
+        at_most: How many are kept.
+    """
+
+    def __init__(self, make: Callable[[int], Ints], *, at_most: int) -> None:
+        self._make = make
+        self._at_most = at_most
+        self._kept: dict[int, Ints] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, number: int) -> Ints:
+        with self._lock:
+            found = self._kept.pop(number, None)
+            if found is not None:
+                self._kept[number] = found
+                return found
+        made = self._make(number)
+        with self._lock:
+            self._kept[number] = made
+            while len(self._kept) > self._at_most:
+                del self._kept[next(iter(self._kept))]
+        return made
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_make": self._make, "_at_most": self._at_most}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _kept={}, _lock=threading.Lock())
+
+
+def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:
+    """Yield each number that there is, with the places where it stands."""
+    if not numbers.size:
+        return
+    if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
+        yield int(numbers[0]), slice(None)
+        return
+    order = np.argsort(numbers, kind="stable")
+    in_order = numbers[order]
+    begins = np.flatnonzero(np.diff(in_order, prepend=in_order[0] - 1))
+    for begin, stop in zip(begins, [*begins[1:], len(order)], strict=True):
+        yield int(in_order[begin]), order[begin:stop]

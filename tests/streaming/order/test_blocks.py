@@ -1,0 +1,132 @@
+"""The orders that cost nothing in advance: every sample once, a few shards at a time, the same cost at any size."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.streaming.order import EpochOrder, epoch_order
+
+MANY = [[200_000] * 5_000]  # 10^9 samples
+some_sizes = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), min_size=1, max_size=3)
+
+
+def ids_of(order: EpochOrder) -> list[int]:
+    """The samples of the whole epoch."""
+    return order.sample_ids(np.arange(order.num_positions)).tolist()
+
+
+@given(
+    sizes=some_sizes,
+    shuffle=st.booleans(),
+    rows=st.integers(1, 9),
+    block_size=st.none() | st.integers(1, 50),
+    epoch=st.integers(0, 3),
+)
+def test_every_sample_comes_once_in_every_epoch(
+    sizes: list[list[int]], shuffle: bool, rows: int, block_size: int | None, epoch: int
+) -> None:
+    """Whatever the shards, the canonical nodes and the blocks, an epoch is a permutation of the data set."""
+    order = epoch_order(sizes, epoch=epoch, shuffle=shuffle, num_canonical_nodes=rows, block_size=block_size)
+    assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
+
+
+@given(sizes=some_sizes, rows=st.integers(1, 5), data=st.data())
+def test_what_stands_at_a_position_does_not_depend_on_what_was_asked_before(
+    sizes: list[list[int]], rows: int, data: st.DataObject
+) -> None:
+    """Positions in any order, one by one or together, give the same samples."""
+    order = epoch_order(sizes, epoch=1, shuffle=True, num_canonical_nodes=rows, block_size=5)
+    whole = ids_of(order)
+    asked = data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=30))
+    fresh = epoch_order(sizes, epoch=1, shuffle=True, num_canonical_nodes=rows, block_size=5)
+    assert fresh.sample_ids(np.array(asked, np.int64)).tolist() == [whole[position] for position in asked]
+
+
+def test_an_order_is_that_of_its_seed_and_epoch() -> None:
+    """Another epoch or another seed is another order; the same ones are the same."""
+    orders = [
+        ids_of(epoch_order([[50] * 20], epoch=epoch, seed=seed, shuffle=True))
+        for epoch, seed in ((0, 1), (1, 1), (0, 2), (1, 0), (0, 1))
+    ]
+    assert orders[0] == orders[4]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_default_order_never_changes() -> None:
+    """A run that resumes with a later version of this package or of numpy must find the order it began with."""
+    order = epoch_order([[3, 4, 2], [5]], epoch=1, seed=9176, shuffle=True, num_canonical_nodes=2, block_size=6)
+    assert ids_of(order) == FIXED
+
+
+FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
+
+
+@pytest.mark.parametrize("position", [0, 900_000_000, 999_999_744])
+def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> None:
+    """Making the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
+    tracemalloc.start()
+    try:
+        order = epoch_order(MANY, epoch=3, shuffle=True)
+        ids = order.sample_ids(np.arange(position, position + 256))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(np.unique(ids // 200_000)) <= 8
+    assert peak < 5 * 8 * 8 * 200_000
+
+
+def test_shards_are_read_block_by_block() -> None:
+    """At any position the samples of one block are of at most eight shards, and a shard is never opened again."""
+    sizes = np.random.default_rng(0).integers(1, 60, 100)
+    order = epoch_order([sizes], epoch=0, shuffle=True)
+    shards = np.searchsorted(np.cumsum(sizes), ids_of(order), side="right")
+    first = np.full(100, -1)
+    last = np.zeros(100, int)
+    for position, shard in enumerate(shards):
+        first[shard] = position if first[shard] < 0 else first[shard]
+        last[shard] = position
+    open_at = [int(((first <= position) & (position <= last)).sum()) for position in range(len(shards))]
+    assert max(open_at) <= 8
+
+
+def test_a_canonical_node_has_the_same_samples_in_every_epoch() -> None:
+    """The rows share the data set the same way in each epoch, at most one shard cut at each bound."""
+    sizes = np.random.default_rng(0).integers(1, 60, 40)
+    num_samples = int(sizes.sum())
+    of_epochs = []
+    for epoch in range(3):
+        order = epoch_order([sizes], epoch=epoch, shuffle=True, num_canonical_nodes=4)
+        of_epochs.append([set(order.sample_ids(np.arange(row, num_samples, 4)).tolist()) for row in range(4)])
+    assert of_epochs[0] == of_epochs[1] == of_epochs[2]
+    shards = [set(np.searchsorted(np.cumsum(sizes), sorted(row), side="right").tolist()) for row in of_epochs[0]]
+    assert sum(map(len, shards)) <= 40 + 3
+
+
+def test_without_shuffle_samples_come_in_turn_from_each_canonical_node() -> None:
+    """One canonical node reads from the first sample to the last; two read their halves side by side."""
+    assert ids_of(epoch_order([[2, 3], [2]], epoch=0)) == list(range(7))
+    assert ids_of(epoch_order([[2, 3], [2]], epoch=5, num_canonical_nodes=2)) == [0, 3, 1, 4, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("seed", -1),
+        ("epoch", -1),
+        ("block_size", 0),
+        ("num_canonical_nodes", 0),
+        ("sampling_method", "free"),
+        ("sampling_granularity", 0),
+        ("algorithm", "py9"),
+    ],
+)
+def test_what_makes_no_order_is_refused(argument: str, value: object) -> None:
+    """Every bad argument is refused with its name."""
+    name = "shuffle_algo" if argument == "algorithm" else argument
+    with pytest.raises(ValueError, match=name):
+        epoch_order([[3]], **{"epoch": 0, argument: value})  # type: ignore[arg-type]
