@@ -77,7 +77,9 @@ class Shards:
     def sizes(self) -> list[Ids]:
         """The number of samples of each shard, for each stream."""
         sizes = self._stops - self._starts
-        return [sizes[first:stop] for first, stop in zip(self._first_of_stream, self._first_of_stream[1:], strict=False)]
+        return [
+            sizes[first:stop] for first, stop in zip(self._first_of_stream, self._first_of_stream[1:], strict=False)
+        ]
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
         """Return the shard of each sample, and its place there."""
