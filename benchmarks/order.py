@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]  # a streaming.py is in it
 from benchmarks.runs import machine
 from lightning_faulttolerant.streaming.order import epoch_order
 
@@ -44,6 +43,8 @@ def ours(sizes: np.ndarray[Any, Any], position: int) -> Any:
 
 def mosaic(sizes: np.ndarray[Any, Any], position: int) -> Any:
     """Return the same of the original's default shuffle: it makes the whole epoch's order first."""
+    # Where a script of this directory is run, its streaming.py would be taken for the package.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(__file__).parent]
     from tests.foreign import mosaic as original
 
     num_samples = int(sizes.sum())

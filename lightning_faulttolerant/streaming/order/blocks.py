@@ -129,7 +129,11 @@ def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[Ints, Ints, Ints, 
     order = np.argsort(place[units.shard], kind="stable")
     stops = np.cumsum(units.size[order])
     starts = stops - units.size[order]
-    edges = np.union1d(starts, bounds)
+    # Both ascend: what np.union1d would give, which takes half of the whole time for a million shards.
+    cuts = np.unique(bounds)
+    places = np.searchsorted(starts, cuts)
+    is_new = np.append(starts, -1)[places] != cuts
+    edges = np.insert(starts, places[is_new], cuts[is_new])
     begins, sizes = edges[:-1], np.diff(edges)
     where = np.searchsorted(stops, begins, side="right")
     return order[where], begins - starts[where], sizes, np.searchsorted(bounds[1:], begins, side="right")
