@@ -16,7 +16,8 @@
     │   ├── IndexFileError              an index is missing, damaged, or names a file outside its directory
     │   ├── ShardError                  a shard could not be had
     │   │   ├── MissingShardError           it is not where the index says
-    │   │   └── DamagedShardError           its size or its hash is not that of the index, downloaded again too
+    │   │   ├── DamagedShardError           its size or its hash is not that of the index, downloaded again too
+    │   │   └── CacheLimitError             there is no room for it in the cache, and nothing that may be evicted
     │   └── UnsafeDataError             a column is pickled, and allow_unsafe_types is off
     └── SamplerError                a sampler was used in a way that would lose or repeat samples
         ├── HasNotResetProgressError    another epoch was set in the middle of one
@@ -88,6 +89,10 @@ class MissingShardError(ShardError):
 
 class DamagedShardError(ShardError):
     """The size or the hash of a shard is not that of the index, also when it is downloaded again."""
+
+
+class CacheLimitError(ShardError):
+    """There is no room for a shard below ``cache_limit``, and nothing that may be evicted."""
 
 
 class UnsafeDataError(StreamingError):

@@ -1,0 +1,149 @@
+"""Get the index of a data set, and the directory that is the cache of what it lists."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
+from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
+from lightning_faulttolerant.streaming.cache.locks import locked
+from lightning_faulttolerant.streaming.cache.remote import Remote
+from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+
+_logger = logging.getLogger(__name__)
+
+INDEX_NAME = "index.json"
+_DIGEST_CHARACTERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedIndex:
+    """An index, and where its shards belong.
+
+    Args:
+        text: Of the index.
+        directory: The cache of its shards: ``local``, or a folder in it where ``local`` is that of another index.
+        digest: Tells this index from others.
+    """
+
+    text: bytes
+    directory: str
+    digest: str
+
+
+def fetch_index(
+    *,
+    local: str,
+    remote: str | None,
+    retry: int = 2,
+    timeout: float = 60,
+    storage_options: Mapping[str, Any] | None = None,
+) -> FetchedIndex:
+    """Return the index of a data set as it is now.
+
+    A copy is kept in the directory. Where another index is there (the remote one has been changed, or two data sets
+    were given one directory) this one and its shards go to a folder of their own, so that the two never mix.
+
+    Args:
+        local: The directory of the data set on this machine.
+        remote: Where it is fetched from; None reads it from ``local``.
+        retry: How often a download is tried again.
+        timeout: How long one attempt may take, in seconds.
+        storage_options: For the remote's file system.
+
+    Raises:
+        IndexFileError: If there is none, or it can't be had.
+        ImportError: If the package for this kind of remote is not installed.
+    """
+    attempts = Attempts(retry=retry, timeout_seconds=timeout)
+    directory = os.path.abspath(local)
+    source = Remote(remote, storage_options) if remote is not None else None
+    if source is None or source.local_directory() == os.path.realpath(local):
+        text = _read(directory)
+        return FetchedIndex(text=text, directory=directory, digest=_digest(text))
+    text = _download(source, directory, attempts)
+    return FetchedIndex(text=text, directory=_directory_for(text, directory, attempts), digest=_digest(text))
+
+
+def _read(directory: str) -> bytes:
+    path = os.path.join(directory, INDEX_NAME)
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IndexFileError(
+            f"There is no {path}. It says which shards there are, so nothing can be read. Give the directory of a data "
+            "set, with its split, or remote= to fetch it from."
+        ) from error
+
+
+def _download(source: Remote, directory: str, attempts: Attempts) -> bytes:
+    def attempt() -> bytes:
+        os.makedirs(directory, exist_ok=True)
+        with temporary_for(os.path.join(directory, INDEX_NAME)) as temporary:
+            source.download(INDEX_NAME, temporary, timeout_seconds=attempts.timeout_seconds)
+            text = Path(temporary).read_bytes()
+        if not _is_complete(text):
+            raise IndexFileError(f"its {len(text)} bytes are no complete index")
+        return text
+
+    try:
+        return attempts.run(attempt)
+    except FailedError as failed:
+        raise IndexFileError(
+            f"The index can't be had from {source.address(INDEX_NAME)}: {failed}. It says which shards there are, so "
+            "nothing can be read. Check remote= and the split, and that it can be reached from here."
+        ) from failed.__cause__
+
+
+def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:
+    if _kept(directory) == text:  # without a lock: the directory may be one that can't be written
+        return directory
+    sweep(directory)
+    path = marks.path_of(directory, INDEX_NAME, LOCK_SUFFIX)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with locked(path, attempts.timeout_seconds):
+        kept = _kept(directory)
+        if kept is not None and kept != text:
+            own = os.path.join(directory, OTHER_INDEX + _digest(text))
+            _logger.warning(
+                "%s is the cache of another index: the data set has been changed, or another one uses the same "
+                "directory. The shards of this one are kept in %s; remove what you don't need any more.",
+                directory, own,
+            )  # fmt: skip
+            directory = own
+        if _kept(directory) != text:
+            _write(text, directory)
+    return directory
+
+
+def _kept(directory: str) -> bytes | None:
+    try:
+        text = Path(directory, INDEX_NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return text if _is_complete(text) else None  # a power loss may have taken the rest
+
+
+def _write(text: bytes, directory: str) -> None:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, INDEX_NAME)
+    with temporary_for(path) as temporary:
+        Path(temporary).write_bytes(text)
+        os.replace(temporary, path)
+
+
+def _is_complete(text: bytes) -> bool:
+    stripped = text.strip()
+    return stripped.startswith(b"{") and stripped.endswith(b"}")
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:_DIGEST_CHARACTERS]

@@ -1,0 +1,228 @@
+"""The shards that are in a cache directory: which of them are whole, when each was used, how much room they take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
+from lightning_faulttolerant.streaming.cache.temporary import SUFFIX as TEMPORARY_SUFFIX
+from lightning_faulttolerant.streaming.format.hashes import digest
+from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+
+LOCK_SUFFIX = ".lock"
+OTHER_INDEX = "index-"
+"""How a folder's name begins that holds the shards of another index."""
+
+_OTHER_INDEX = re.compile(re.escape(OTHER_INDEX) + r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What is in a cache directory, all data sets and processes together.
+
+    Args:
+        num_bytes: Of all shards, and of those that are being fetched.
+        last_uses: When each shard was used last (ns), by its number.
+    """
+
+    num_bytes: int
+    last_uses: dict[int, int]
+
+
+@final
+class KeptShards:
+    """The files of the shards of one index in one directory.
+
+    Args:
+        directory: Where they are.
+        shards: What the index says of them.
+        index_digest: Of that index: what was kept for another one is not used.
+        validate_hash: The algorithm by which contents are compared with the index; None compares sizes.
+        is_marked: Whether what is known of them may be written down.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        shards: Sequence[ShardInfo],
+        *,
+        index_digest: str,
+        validate_hash: str | None,
+        is_marked: bool,
+    ) -> None:
+        self.directory = directory
+        self.shards = shards
+        self._index_digest = index_digest
+        self._validate_hash = validate_hash
+        self._is_marked = is_marked
+        self._numbers: dict[str, int] = {}
+
+    def path(self, file: ShardFile) -> str:
+        """Return where a file is kept."""
+        return os.path.join(self.directory, file.basename)
+
+    def lock_path(self, shard: int) -> str:
+        """Return the name of the lock under which a shard is fetched or evicted; makes its directory."""
+        path = marks.path_of(self.directory, self.shards[shard].files[0].basename, LOCK_SUFFIX)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def is_there(self, shard: int) -> bool:
+        """Tell whether a shard that was whole is still there."""
+        return os.path.exists(self.path(self.shards[shard].files[0]))
+
+    def fault(self, shard: int) -> str | None:
+        """Return what is wrong with a shard; None where it is whole. It is read if it may have changed since it was."""
+        files = self.shards[shard].files
+        for file in files:
+            if fault := size_fault(self.path(file), file.num_bytes):
+                return f"{file.basename}: {fault}"
+        mark = marks.read(self._mark_path(shard)) if self._is_marked else None
+        if mark is not None and (mark.index != self._index_digest or len(mark.files) != len(files)):
+            return f"{files[0].basename} is of another index"
+        if mark is not None and self._is_checked_as_asked(mark) and mark.is_unchanged(self._paths(shard)):
+            return None
+        for number, file in enumerate(files):
+            if self._validate_hash is not None:
+                fault = hash_fault(self.path(file), file, self._validate_hash)
+            else:
+                fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
+            if fault:
+                return f"{file.basename}: {fault}"
+        self.mark(shard, is_downloaded=mark is not None and mark.is_downloaded)
+        return None
+
+    def mark(self, shard: int, *, is_downloaded: bool) -> None:
+        """Write down that a shard has been checked.
+
+        Args:
+            shard: Its number.
+            is_downloaded: Whether it was brought here, so that it may be evicted.
+        """
+        if self._is_marked:
+            checked = tuple(self._file_mark(file) for file in self.shards[shard].files)
+            mark = marks.Mark(
+                index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=checked
+            )
+            marks.write(self._mark_path(shard), mark)
+
+    def is_of_this_index(self, shard: int) -> bool:
+        """Tell whether what is kept of a shard belongs to this index, as far as is known."""
+        mark = marks.read(self._mark_path(shard))
+        return mark is None or mark.index == self._index_digest
+
+    def touch(self, shard: int) -> None:
+        """Write down that a shard is used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._mark_path(shard))
+
+    def contents(self) -> Contents:
+        """Look through the directory."""
+        num_bytes, last_uses = 0, {}
+        if not self._numbers:
+            self._numbers.update((info.files[0].basename, number) for number, info in enumerate(self.shards))
+        for entry, name in _files(self.directory, ""):
+            with contextlib.suppress(FileNotFoundError):
+                if name.startswith(marks.DIRECTORY + "/"):
+                    basename = name.removeprefix(marks.DIRECTORY + "/")
+                    number = self._numbers.get(basename.removesuffix(marks.SUFFIX))
+                    if number is not None and basename.endswith(marks.SUFFIX):
+                        last_uses[number] = entry.stat().st_mtime_ns
+                    elif basename.endswith(LOCK_SUFFIX) and entry.stat().st_size and not is_abandoned(entry.path):
+                        num_bytes += entry.stat().st_size
+                elif not name.endswith(TEMPORARY_SUFFIX):  # their locks count
+                    num_bytes += entry.stat().st_size
+        return Contents(num_bytes=num_bytes, last_uses=last_uses)
+
+    def evict(self, shard: int, last_use: int) -> int:
+        """Remove a shard that was brought here, if nobody has used it since and nobody is fetching it.
+
+        Args:
+            shard: Its number.
+            last_use: When it was used last, as far as the caller knows.
+
+        Returns:
+            How many bytes are free now; 0 if it was kept.
+        """
+        info, path = self.shards[shard], self._mark_path(shard)
+        with locked(self.lock_path(shard), 0) as lock:
+            mark = marks.read(path)
+            if lock is None or mark is None or not mark.is_downloaded or _last_use(path) != last_use:
+                return 0
+            num_bytes = sum(_remove(self.path(file)) for file in (*info.files, *info.zip_files))
+            _remove(path)  # last: what has no mark is taken for found, and is never evicted
+            return num_bytes
+
+    def _paths(self, shard: int) -> list[str]:
+        return [self.path(file) for file in self.shards[shard].files]
+
+    def _mark_path(self, shard: int) -> str:
+        return marks.path_of(self.directory, self.shards[shard].files[0].basename)
+
+    def _is_checked_as_asked(self, mark: marks.Mark) -> bool:
+        return self._validate_hash is None or all(file.algorithm == self._validate_hash for file in mark.files)
+
+    def _file_mark(self, file: ShardFile) -> marks.FileMark:
+        path = self.path(file)
+        identity = marks.identity(path)  # before it is read: a change while it is read is seen the next time
+        if self._validate_hash is not None:
+            checksum = file.hashes[self._validate_hash]
+            return marks.FileMark(algorithm=self._validate_hash, checksum=checksum, identity=identity)
+        return marks.FileMark(algorithm=marks.CRC32, checksum=marks.crc32(path), identity=identity)
+
+
+def size_fault(path: str, num_bytes: int) -> str | None:
+    """Return what is wrong with the size of a file; None where it is right."""
+    try:
+        found = os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return "it is not there"
+    return None if found == num_bytes else f"it has {found} bytes, the index says {num_bytes}"
+
+
+def hash_fault(path: str, file: ShardFile, algorithm: str) -> str | None:
+    """Return what is wrong with the hash of a file; None where it is right."""
+    found, expected = _digest(path, algorithm), file.hashes[algorithm]
+    return None if found == expected else f"its {algorithm} is {found}, the index says {expected}"
+
+
+def _mark_fault(path: str, mark: marks.FileMark) -> str | None:
+    found = _digest(path, mark.algorithm)
+    return None if found == mark.checksum else f"its {mark.algorithm} is {found}, it was {mark.checksum}"
+
+
+def _digest(path: str, algorithm: str) -> str:
+    if algorithm == marks.CRC32:
+        return marks.crc32(path)
+    return digest(path, algorithm)
+
+
+def _files(directory: str, prefix: str) -> Iterator[tuple[os.DirEntry[str], str]]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_file():
+                yield entry, prefix + entry.name
+            elif entry.is_dir() and not _OTHER_INDEX.fullmatch(entry.name):
+                yield from _files(entry.path, f"{prefix}{entry.name}/")
+
+
+def _last_use(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except FileNotFoundError:
+        return -1
+
+
+def _remove(path: str) -> int:
+    try:
+        num_bytes = os.stat(path).st_size
+        os.unlink(path)
+    except FileNotFoundError:
+        return 0
+    return num_bytes

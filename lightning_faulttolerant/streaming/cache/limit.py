@@ -1,0 +1,140 @@
+"""How much room the shards of a data set may take on this machine, all its streams and processes together."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Protocol, final
+
+from lightning_faulttolerant.errors import CacheLimitError
+from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache.kept import Contents
+from lightning_faulttolerant.streaming.cache.locks import FileLock, locked
+from lightning_faulttolerant.streaming.cache.patience import pause
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_LOCK_NAME = "eviction.lock"
+_LOOK_SECONDS = 0.05
+
+
+class LimitedCache(Protocol):
+    """What a limit needs of the cache of one stream."""
+
+    directory: str
+
+    def num_bytes_of(self, shard: int) -> int:
+        """Return how much room a shard takes while it is fetched."""
+
+    def contents(self) -> Contents:
+        """Look through the directory."""
+
+    def is_held(self, shard: int) -> bool:
+        """Tell whether this process is using a shard."""
+
+    def evict(self, shard: int, last_use: int) -> int:
+        """Remove a shard if it may be; return how many bytes are free now."""
+
+
+@final
+class CacheLimit:
+    """Evicts shards that were used least recently, so that all that is cached stays below a limit.
+
+    It counts what lies in the cache directories of the streams, whoever fetched it. It never evicts what was not
+    fetched (the only copy, perhaps), nor what this process is using. Streams without a remote don't count.
+
+    Args:
+        limit: In bytes: a number, or a text such as ``"10gb"`` (1 kB is 1,024 bytes).
+
+    Raises:
+        ValueError: If it is no size, or smaller than a shard that is added.
+    """
+
+    def __init__(self, limit: int | str) -> None:
+        self.num_bytes = parse_bytes(limit)
+        self._caches: dict[str, LimitedCache] = {}
+
+    def add(self, cache: LimitedCache, num_shards: int) -> None:
+        """Let a cache count, too.
+
+        Args:
+            cache: Of one stream.
+            num_shards: How many shards its index has.
+        """
+        largest = max((cache.num_bytes_of(shard) for shard in range(num_shards)), default=0)
+        if largest > self.num_bytes:
+            raise ValueError(
+                f"cache_limit is {self.num_bytes} bytes, but the largest shard in {cache.directory} takes {largest} "
+                "while it is fetched (with its compressed file). It could never be read. Give a larger cache_limit."
+            )
+        self._caches[os.path.realpath(cache.directory)] = cache
+
+    def make_room(self, cache: LimitedCache, shard: int, lock: FileLock, *, timeout_seconds: float) -> None:
+        """Evict until a shard fits in, and tell all processes that it is about to come.
+
+        Args:
+            cache: Where it comes.
+            shard: Its number.
+            lock: Under which it is fetched.
+            timeout_seconds: How long to wait for what other processes are fetching.
+
+        Raises:
+            CacheLimitError: If all that is there is in use, or may not be evicted.
+        """
+        num_bytes = cache.num_bytes_of(shard)
+        deadline = time.monotonic() + timeout_seconds
+        directory = os.path.join(min(self._caches), marks.DIRECTORY)
+        os.makedirs(directory, exist_ok=True)
+        while True:
+            with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):
+                used, held = self._evict(num_bytes)
+                if used + num_bytes <= self.num_bytes:
+                    lock.announce(num_bytes)
+                    return
+            if held + num_bytes > self.num_bytes or time.monotonic() > deadline:
+                raise CacheLimitError(
+                    f"cache_limit is {self.num_bytes} bytes. Of the {used} that are in use, this process is reading "
+                    f"{held}, and the others may not be evicted, or are being fetched. The next shard takes "
+                    f"{num_bytes}. Give a larger cache_limit, smaller shards, or a shuffle that needs fewer at once."
+                )
+            pause(_LOOK_SECONDS)
+
+    def _evict(self, num_bytes: int) -> tuple[int, int]:
+        used, held, candidates = 0, 0, []
+        for number, cache in enumerate(self._caches.values()):
+            contents = cache.contents()
+            used += contents.num_bytes
+            for shard, last_use in contents.last_uses.items():
+                if cache.is_held(shard):
+                    held += cache.num_bytes_of(shard)
+                else:
+                    candidates.append((last_use, number, shard))
+        caches = list(self._caches.values())
+        for last_use, number, shard in sorted(candidates):
+            if used + num_bytes <= self.num_bytes:
+                break
+            used -= caches[number].evict(shard, last_use)
+        return used, held
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes.
+
+    Args:
+        size: The number, or a text: ``"67108864"``, ``"512kb"``, ``"10 GB"``, ``"1.5tb"``; 1 kB is 1,024 bytes.
+
+    Raises:
+        ValueError: If it is none, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5kb")
+        1536
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)b?", size.strip().lower())
+        num_bytes = int(float(match[1]) * 1024 ** _UNITS[match[2]]) if match else 0
+    else:
+        num_bytes = int(size) if not isinstance(size, bool) else 0
+    if num_bytes <= 0:
+        raise ValueError(f'{size!r} is no size. Give a number of bytes above 0, or a text such as "10gb".')
+    return num_bytes

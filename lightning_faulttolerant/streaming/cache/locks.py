@@ -1,0 +1,157 @@
+"""Let one process of a machine at a time fetch a shard; whoever dies, however it dies, holds no lock any longer.
+
+A lock only saves work: what is published is complete without it, since that is one ``os.replace``. So where a file
+system can't lock (some network file systems), and on Windows, each process fetches for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import final
+
+from lightning_faulttolerant.streaming.cache.forks import ProcessLock
+from lightning_faulttolerant.streaming.cache.patience import pause
+
+if sys.platform != "win32":
+    import fcntl
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_LOOK_SECONDS = 0.002
+_LAST_LOOK_SECONDS = 0.05
+
+# POSIX locks don't conflict within a process, and closing any descriptor of a file drops the process's lock on it: so
+# this process must know what it holds, and never open such a file again. A fork inherits descriptors, but no lock.
+_held: dict[str, int] = {}
+_held_lock = ProcessLock()
+
+
+def _forget_after_fork() -> None:
+    for descriptor in _held.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@final
+class FileLock:
+    """One lock, of this thread, against other threads and other processes.
+
+    The file is there while the lock is held. Its size says how many bytes its holder is about to write elsewhere, so
+    that all processes know; nothing stands in it.
+
+    Args:
+        path: Of the lock's file; its directory is there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def acquire(self, timeout_seconds: float) -> bool:
+        """Take the lock, or give up after a time.
+
+        Args:
+            timeout_seconds: 0 looks once.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        seconds = _FIRST_LOOK_SECONDS
+        while not self._take():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            pause(min(seconds, left))
+            seconds = min(2 * seconds, _LAST_LOOK_SECONDS)
+        return True
+
+    def announce(self, num_bytes: int) -> None:
+        """Tell all processes how much is about to be written."""
+        with contextlib.suppress(OSError):  # a file system without sparse files that is full
+            os.ftruncate(self._descriptor, num_bytes)
+
+    def release(self) -> None:
+        """Give the lock back."""
+        with _held_lock:
+            if _held.get(self.path) != self._descriptor:
+                return  # forked since
+            # Removed while still locked: who waits at the old file sees that it is gone and takes the new one.
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            del _held[self.path]
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _take(self) -> bool:
+        with _held_lock:
+            if self.path in _held:
+                return False
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            except PermissionError:
+                if os.path.exists(self.path):
+                    return False  # another user's
+                raise
+            if not (_lock(descriptor) and _is_still_at(self.path, descriptor)):
+                os.close(descriptor)
+                return False
+            _held[self.path] = self._descriptor = descriptor
+            self.announce(0)  # what a dead holder may have left
+            return True
+
+
+@contextlib.contextmanager
+def locked(path: str, timeout_seconds: float) -> Iterator[FileLock | None]:
+    """Hold a lock in a block; None where it could not be had in time.
+
+    Args:
+        path: Of the lock's file; its directory is there.
+        timeout_seconds: How long to wait for it.
+    """
+    lock = FileLock(path)
+    if not lock.acquire(timeout_seconds):
+        yield None
+        return
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def is_abandoned(path: str) -> bool:
+    """Tell whether a lock's file is the leftover of a dead process; it is removed then."""
+    lock = FileLock(path)
+    if not lock.acquire(0):
+        return False
+    lock.release()
+    return True
+
+
+def _lock(descriptor: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    try:
+        # A record lock, not flock: data-loading workers inherit the descriptor by fork and may outlive the process
+        # that took it. A flock would be held on by them; a record lock belongs to the process.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        _logger.debug("A cache directory can't be locked (%s): each process fetches for itself.", error)
+    return True
+
+
+def _is_still_at(path: str, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,244 @@
+"""Fetch shards before they are needed, in the background of the process that will read them.
+
+It only warms the cache: whoever needs a shard that is not there yet, or not any more, fetches it. So nothing can be
+missed, and nothing waits for a thread that is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, final
+
+from lightning_faulttolerant.errors import CacheLimitError
+from lightning_faulttolerant.streaming.cache.patience import StoppedError, stoppable
+from lightning_faulttolerant.streaming.cache.shard_cache import ShardCache
+
+_NUM_THREADS = 2
+_LOOK_SECONDS = 1.0
+_ROOM_SECONDS = 0.05
+_JOIN_SECONDS = 5.0
+
+Key = tuple[int, int]
+
+
+class Need(NamedTuple):
+    """A shard that will be needed.
+
+    Args:
+        position: Of the first sample for which it is, in the order in which this process reads.
+        stream: Number of its cache.
+        shard: Its number in the index of that stream.
+    """
+
+    position: int
+    stream: int
+    shard: int
+
+
+@final
+class Prefetcher:
+    """Fetches the shards of a plan ahead of the one who reads it. There are no threads if no stream has a remote.
+
+    Its threads end with ``close``, when it is garbage, and when the process that started this one is gone. In a forked
+    child it has none, and fetches when it is asked.
+
+    Args:
+        caches: Of each stream.
+        upcoming: What will be needed, in that order; it is asked in the background.
+        predownload: How many samples ahead of the reader's position shards are fetched.
+
+    Example::
+
+        with Prefetcher(caches, needs(), predownload=1000) as prefetcher:
+            for position, (stream, shard, sample) in enumerate(plan):
+                prefetcher.advance(position)
+                if (stream, shard) not in readers:
+                    prefetcher.wait(stream, shard)
+                    readers[stream, shard] = caches[stream].open(shard, opener)
+    """
+
+    def __init__(self, caches: Sequence[ShardCache], upcoming: Iterator[Need], *, predownload: int) -> None:
+        self._caches = caches
+        self._process_id = os.getpid()
+        self._work = _Work(caches, upcoming, predownload)
+        self._threads: list[threading.Thread] = []
+        if any(cache.has_remote for cache in caches):
+            self._threads = [
+                threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(_NUM_THREADS)
+            ]
+        self._finalizer = weakref.finalize(self, _stop, self._work, os.getpid())
+        for thread in self._threads:
+            thread.start()
+
+    def advance(self, position: int) -> None:
+        """Tell how far the reader is; cheap enough to be called for each sample.
+
+        Args:
+            position: Of the sample that is read next.
+        """
+        self._work.position = position
+        if position >= self._work.resume_at and self._process_id == os.getpid():
+            self._work.wake()
+
+    def wait(self, stream: int, shard: int) -> str:
+        """Return the directory of a shard once it is there.
+
+        Args:
+            stream: Number of its cache.
+            shard: Its number in the index of that stream.
+
+        Raises:
+            ShardError: What went wrong in the background with this shard, or what goes wrong now.
+        """
+        cache = self._caches[stream]
+        if self._process_id != os.getpid():
+            return cache.fetch(shard)
+        error = self._work.error_of((stream, shard))
+        if error is not None:
+            raise error
+        try:
+            return cache.fetch(shard)
+        except CacheLimitError:
+            self._work.let_go()  # what is needed now goes before what will be
+            return cache.fetch(shard)
+        finally:
+            self._work.let_go((stream, shard))
+
+    def close(self) -> None:
+        """End the threads; what they were fetching is given up."""
+        self._finalizer()
+        if self._process_id == os.getpid():
+            for thread in self._threads:
+                thread.join(_JOIN_SECONDS)
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@final
+class _Work:
+    """What the threads share; they must not know their Prefetcher, or it would never be garbage."""
+
+    def __init__(self, caches: Sequence[ShardCache], upcoming: Iterator[Need], predownload: int) -> None:
+        self.position = 0
+        self.resume_at = 0
+        self.stop = threading.Event()
+        self._caches = caches
+        self._upcoming = iter(upcoming)
+        self._upcoming_lock = threading.Lock()
+        self._predownload = predownload
+        self._changed = threading.Condition()
+        self._wanted: Key | None = None
+        self._in_flight: set[Key] = set()
+        self._ahead: dict[Key, int] = {}
+        self._errors: dict[Key, Exception] = {}
+        self._plan_error: Exception | None = None
+
+    def run(self) -> None:
+        """Fetch until there is nothing left; in a thread."""
+        try:
+            with stoppable(self.stop):
+                while (need := self._next()) is not None:
+                    self._fetch(need)
+        except StoppedError:
+            pass
+
+    def wake(self) -> None:
+        """Let the threads look how far the reader is."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def error_of(self, key: Key) -> Exception | None:
+        """Return what went wrong with a shard, once nobody is fetching it; each error once."""
+        with self._changed:
+            self._wanted = key
+            while key in self._in_flight and not self.stop.is_set():
+                self._changed.notify_all()
+                self._changed.wait(_LOOK_SECONDS)
+            self._wanted = None
+            error, self._plan_error = self._errors.pop(key, None) or self._plan_error, None
+            return error
+
+    def let_go(self, key: Key | None = None) -> None:
+        """Let go of a shard that was fetched ahead; of all without a key."""
+        with self._changed:
+            self._release([key] if key is not None else list(self._ahead))
+            self._changed.notify_all()
+
+    def _next(self) -> Need | None:
+        with self._upcoming_lock:
+            if self.stop.is_set():
+                return None
+            try:
+                need = next(self._upcoming, None)
+            except Exception as error:  # noqa: BLE001 - raised in the reader
+                self._plan_error = error
+                need = None
+            if need is not None:
+                self._wait_for_turn(need.position - self._predownload)
+            return None if need is None or self.stop.is_set() else need
+
+    def _wait_for_turn(self, position: int) -> None:
+        with self._changed:
+            self.resume_at = position
+            while self.position < position and not self.stop.is_set():
+                self._changed.wait(_LOOK_SECONDS)
+                if _is_orphan():
+                    self.stop.set()
+            # Who has passed a shard without waiting for it has it open.
+            self._release([key for key, needed in self._ahead.items() if needed < self.position])
+
+    def _fetch(self, need: Need) -> None:
+        key = need.stream, need.shard
+        cache = self._caches[need.stream]
+        with self._changed:
+            if key in self._in_flight or key in self._ahead:
+                return
+            self._in_flight.add(key)
+            cache.hold(need.shard)
+            self._ahead[key] = need.position
+        try:
+            while not self._fetched(cache, key):
+                pass
+        finally:
+            with self._changed:
+                self._in_flight.discard(key)
+                self._changed.notify_all()
+
+    def _fetched(self, cache: ShardCache, key: Key) -> bool:
+        try:
+            cache.fetch(key[1])
+        except CacheLimitError:
+            with self._changed:
+                if self._wanted != key and not self.stop.is_set():
+                    self._changed.wait(_ROOM_SECONDS)
+                    return False  # there may be room once the reader is further
+                self._release([key])  # the reader has more right to the room, and learns it if there is none
+        except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard
+            with self._changed:
+                self._errors[key] = error
+                self._release([key])
+        return True
+
+    def _release(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            if self._ahead.pop(key, None) is not None:
+                self._caches[key[0]].release(key[1])
+
+
+def _stop(work: _Work, process_id: int) -> None:
+    if process_id == os.getpid():  # the locks of a forked child may be held by threads that it does not have
+        work.stop.set()
+        work.wake()
+
+
+def _is_orphan() -> bool:
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()

@@ -1,0 +1,324 @@
+"""The shards of one stream on this machine: where they are, fetched when they are not, checked before they are used."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
+from lightning_faulttolerant.streaming.cache.forks import ProcessLock
+from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, size_fault
+from lightning_faulttolerant.streaming.cache.limit import CacheLimit
+from lightning_faulttolerant.streaming.cache.locks import locked
+from lightning_faulttolerant.streaming.cache.remote import Remote
+from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.format.hashes import is_known_hash
+from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+
+Opened = TypeVar("Opened")
+
+# How often a shard is fetched again that other processes evict before it can be opened.
+_NUM_OPENINGS = 5
+
+
+@final
+class ShardCache:
+    """The files of one stream in one directory, which all ranks and workers of a machine share.
+
+    All that they need to know of each other is in that directory, so nothing is left behind by a process that is
+    killed but ``*.tmp`` files, which the next one sweeps. It can be pickled, and used on after a fork.
+
+    Args:
+        local: The directory; what is there already is checked before it is used.
+        remote: Where shards are fetched from; with None nothing is written here, but what has to be decompressed.
+        shards: What the index says of them.
+        keep_zip: Whether a compressed file is kept once it is decompressed; None keeps it if the remote is local.
+        download_retry: How often a download is tried again.
+        download_timeout: How long one attempt may take, in seconds.
+        validate_hash: The algorithm by which contents are checked; None checks sizes.
+        limit: How much room they may take.
+        storage_options: For the remote's file system.
+        index_digest: Of the index: what is in the directory for another one is fetched again.
+
+    Raises:
+        ValueError: If an argument can't be right, or the index has no hashes of this algorithm.
+        ImportError: If the package for this kind of remote is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        local: str,
+        remote: str | None,
+        shards: Sequence[ShardInfo],
+        keep_zip: bool | None = None,
+        download_retry: int = 2,
+        download_timeout: float = 60,
+        validate_hash: str | None = None,
+        limit: CacheLimit | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        index_digest: str = "",
+    ) -> None:
+        _check_hashes(shards, validate_hash)
+        self.directory = os.path.abspath(local)
+        self.shards = shards
+        self._attempts = Attempts(retry=download_retry, timeout_seconds=download_timeout)
+        self._remote = Remote(remote, storage_options) if remote is not None else None
+        if self._remote is not None and self._remote.local_directory() == os.path.realpath(local):
+            self._remote = None
+        self._keep_zip = self._remote is None or (self._remote.is_local if keep_zip is None else keep_zip)
+        self._validate_hash = validate_hash
+        self._kept = KeptShards(
+            self.directory,
+            shards,
+            index_digest=index_digest,
+            validate_hash=validate_hash,
+            is_marked=self._remote is not None,
+        )
+        self._limit = limit if self._remote is not None else None
+        if self._limit is not None:
+            self._limit.add(self, len(shards))
+        self._sound: set[int] = set()
+        self._holds: dict[int, int] = {}
+        self._holds_lock = ProcessLock()
+        self._process_id = os.getpid()
+        self._swept_by = 0
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether there is anything to fetch from."""
+        return self._remote is not None
+
+    def is_here(self, shard: int) -> bool:
+        """Tell whether a shard can be read without being fetched; the first time in a process it is checked."""
+        if shard in self._sound:
+            if self._kept.is_there(shard):
+                return True
+            self._sound.discard(shard)  # evicted
+        if self._kept.fault(shard) is not None:
+            return False
+        self._sound.add(shard)
+        return True
+
+    def fetch(self, shard: int) -> str:
+        """Return the directory of a shard, once it is there and has been checked.
+
+        Another process may evict it at any time: ``open`` is for those who want to read it.
+
+        Args:
+            shard: Its number in the index.
+
+        Raises:
+            MissingShardError: If it is not where the index says.
+            DamagedShardError: If its size or its hash is not that of the index, after all attempts.
+            CacheLimitError: If there is no room for it.
+            ShardError: If it could not be had for another reason.
+        """
+        if not self.is_here(shard):
+            self._get(shard)
+            self._sound.add(shard)
+        elif self._limit is not None:
+            self._kept.touch(shard)
+        return self.directory
+
+    def open(self, shard: int, opener: Callable[[str], Opened]) -> Opened:
+        """Return what an opener makes of a shard; it is fetched again if it is evicted before it is opened.
+
+        Args:
+            shard: Its number in the index.
+            opener: Takes the directory. It is called again if it raises FileNotFoundError, and if it finds a fetched
+                shard damaged.
+
+        Raises:
+            ShardError: As ``fetch`` does.
+        """
+        for _ in range(_NUM_OPENINGS):
+            directory = self.fetch(shard)
+            try:
+                return opener(directory)
+            except FileNotFoundError:
+                if self._remote is None:
+                    raise
+        raise ShardError(
+            f"{self._name(shard)} was removed from {self.directory} {_NUM_OPENINGS} times before it could be opened. "
+            "Other processes evict what this one needs: give a larger cache_limit."
+        )
+
+    def hold(self, shard: int) -> None:
+        """Keep a shard from being evicted by this process; as often as it is held it must be released."""
+        with self._holds_lock:
+            holds = self._own_holds()
+            holds[shard] = holds.get(shard, 0) + 1
+
+    def release(self, shard: int) -> None:
+        """Let go of a shard that was held."""
+        with self._holds_lock:
+            holds = self._own_holds()
+            holds[shard] = holds.get(shard, 0) - 1
+            if holds[shard] <= 0:
+                del holds[shard]
+
+    def is_held(self, shard: int) -> bool:
+        """Tell whether this process holds a shard."""
+        with self._holds_lock:
+            return shard in self._own_holds()
+
+    def num_bytes_of(self, shard: int) -> int:
+        """Return how much room a shard takes while it is fetched: its files, and the compressed ones."""
+        info = self.shards[shard]
+        return sum(file.num_bytes for file in (*info.files, *info.zip_files))
+
+    def contents(self) -> Contents:
+        """Look through the directory."""
+        return self._kept.contents()
+
+    def evict(self, shard: int, last_use: int) -> int:
+        """Remove a shard that was fetched, if nobody has used it since a time; return how many bytes are free now."""
+        return self._kept.evict(shard, last_use)
+
+    def _own_holds(self) -> dict[int, int]:
+        if self._process_id != os.getpid():  # those of the parent are the parent's
+            self._process_id, self._holds = os.getpid(), {}
+        return self._holds
+
+    def _get(self, shard: int) -> None:
+        if self._remote is None and not self._can_be_decompressed(shard):
+            fault = self._kept.fault(shard) or "it was removed just now"
+            error = MissingShardError if "it is not there" in fault else DamagedShardError
+            raise error(
+                f"{self._name(shard)} can't be read from {self.directory}: {fault}. There is no remote to fetch it "
+                "from. Give remote=, or put the file back."
+            )
+        self._prepare()
+        # Whoever holds the lock gives up before that, or is asleep: then this process fetches it, too.
+        with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
+            if self._kept.fault(shard) is None:
+                return
+            if self._limit is not None and lock is not None:
+                self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
+            self._bring(shard)
+            self._kept.mark(shard, is_downloaded=True)
+
+    def _prepare(self) -> None:
+        if self._swept_by != os.getpid():
+            os.makedirs(self.directory, exist_ok=True)
+            for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
+                sweep(os.path.join(self.directory, folder))
+                sweep(os.path.join(self.directory, marks.DIRECTORY, folder))
+            self._swept_by = os.getpid()
+
+    def _can_be_decompressed(self, shard: int) -> bool:
+        zip_files = self.shards[shard].zip_files
+        return bool(zip_files) and all(os.path.exists(self._kept.path(file)) for file in zip_files)
+
+    def _bring(self, shard: int) -> None:
+        info = self.shards[shard]
+        for number, file in enumerate(info.files):
+            zip_file = info.zip_files[number] if info.zip_files else None
+            attempt = functools.partial(self._bring_file, shard, file, zip_file)
+            try:
+                self._attempts.run(attempt)
+            except FailedError as failed:
+                raise self._error(shard, zip_file or file, failed) from failed.__cause__
+
+    def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None) -> None:
+        path = self._kept.path(file)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with temporary_for(path) as temporary:
+            if zip_file is None:
+                self._download(file, temporary)
+            else:
+                self._unpack(shard, zip_file, temporary)
+            self._check(temporary, file)
+            _publish(temporary, path, is_durable=self._remote is None)
+
+    def _unpack(self, shard: int, zip_file: ShardFile, target: str) -> None:
+        algorithm = self.shards[shard].compression or ""
+        path = self._kept.path(zip_file)
+        if self._remote is None or self._is_kept(shard, zip_file):
+            try:
+                self._check(path, zip_file)
+                _decompress(path, target, algorithm)
+            except Exception:
+                if self._remote is not None:
+                    os.unlink(path)
+                raise
+            return
+        with temporary_for(path) as temporary:
+            self._download(zip_file, temporary)
+            _decompress(temporary, target, algorithm)
+            if self._keep_zip:
+                _publish(temporary, path)
+
+    def _is_kept(self, shard: int, zip_file: ShardFile) -> bool:
+        return self._kept.is_of_this_index(shard) and size_fault(self._kept.path(zip_file), zip_file.num_bytes) is None
+
+    def _download(self, file: ShardFile, target: str) -> None:
+        assert self._remote is not None
+        self._remote.download(file.basename, target, timeout_seconds=self._attempts.timeout_seconds)
+        self._check(target, file)
+
+    def _check(self, path: str, file: ShardFile) -> None:
+        fault = size_fault(path, file.num_bytes)
+        if fault is None and self._validate_hash is not None:
+            fault = hash_fault(path, file, self._validate_hash)
+        if fault is not None:
+            raise DamagedShardError(fault)
+
+    def _error(self, shard: int, file: ShardFile, failed: FailedError) -> ShardError:
+        cause = failed.__cause__
+        address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
+        what = f"{self._name(shard)} can't be had from {address}: {failed}."
+        if isinstance(cause, FileNotFoundError):
+            return MissingShardError(f"{what} The index names it, so that no epoch is whole without it. Put it there.")
+        if isinstance(cause, DamagedShardError):
+            return DamagedShardError(f"{what} It would give wrong samples. Write it, or its index, anew.")
+        return ShardError(f"{what} The epoch can't go on without it. Run again when it can be reached.")
+
+    def _name(self, shard: int) -> str:
+        return f"Shard {shard} ({self.shards[shard].files[0].basename})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was checked is checked again in another process, which may be on another machine.
+        return {**self.__dict__, "_sound": set(), "_holds": {}, "_swept_by": 0}
+
+
+def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
+    if algorithm is None:
+        return
+    if not is_known_hash(algorithm):
+        raise ValueError(f"validate_hash is {algorithm!r}, which is no hash that is known here.")
+    for number, info in enumerate(shards):
+        for file in (*info.files, *info.zip_files):
+            if algorithm not in file.hashes:
+                raise ValueError(
+                    f"validate_hash is {algorithm!r}, but the index has no such hash of shard {number} "
+                    f"({file.basename}); it has {', '.join(file.hashes) or 'none'}. Nothing could be checked. Give one "
+                    "that it has, or None."
+                )
+
+
+def _decompress(source: str, target: str, algorithm: str) -> None:
+    from lightning_faulttolerant.streaming.format.compression import decompress_file
+
+    try:
+        decompress_file(source, target, algorithm)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise DamagedShardError(f"it can't be decompressed ({algorithm}): {error}") from error
+
+
+def _publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
+    if is_durable:
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+    try:
+        os.replace(temporary, path)
+    except FileNotFoundError as error:
+        # Not as if the shard were missing: a sweep of another container took this process for dead.
+        raise OSError(f"{temporary} was removed by somebody before it was complete") from error

@@ -1,0 +1,135 @@
+"""One iteration over a streaming data set in one process: its samples, and how many of them have been taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.streaming.epochs import Start
+from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.shards import Ids
+from lightning_faulttolerant.streaming.world import World
+
+_FIRST_SAMPLES = 64
+
+# From the plan and the number of samples taken of it, the samples that are left.
+Read = Callable[["Plan", int], Iterator[Any]]
+
+
+class Plan:
+    """The part of an epoch that one worker of one rank reads, from where the iteration begins.
+
+    Args:
+        order: Of the epoch.
+        deal: Of what is left of it, to this worker of this rank.
+    """
+
+    def __init__(self, order: EpochOrder, deal: Deal) -> None:
+        self._order = order
+        self._deal = deal
+
+    def blocks(self, num_taken: int, *, at_most: int) -> Iterator[Ids]:
+        """Yield the ids of the samples that are left, many at a time: few at first, so that the first come soon.
+
+        Args:
+            num_taken: How many samples of this part have been taken.
+            at_most: How many ids are in a block, if a batch is not larger.
+        """
+        batch_size = self._deal.batch_size
+        batch, skipped = divmod(num_taken, batch_size)
+        num_wanted = min(_FIRST_SAMPLES, at_most)
+        while positions := self._deal.positions_of_worker(batch, max(1, num_wanted // batch_size)):
+            batch += len(positions)
+            num_wanted = min(2 * num_wanted, at_most)
+            wanted = np.concatenate(positions)[skipped:]
+            skipped = 0
+            for begin in range(0, len(wanted), at_most):
+                yield self._order.sample_ids(wanted[begin : begin + at_most])
+
+
+class Samples(Iterator[Any]):
+    """The samples of one worker in one epoch.
+
+    Its state is for the same worker of the same world: that of the data set is for any.
+
+    Args:
+        plan: Makes the plan of an iteration that begins at a place.
+        read: Reads what is left of a plan.
+        note: Told of a place that this iteration was moved to.
+        start: Where the iteration begins.
+        world: Who reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Callable[[Start, World], Plan],
+        read: Read,
+        note: Callable[[Start], None],
+        start: Start,
+        world: World,
+    ) -> None:
+        self._plan, self._read, self._note = plan, read, note
+        self._start, self._world = start, world
+        self._num_taken = 0
+        self._samples = read(plan(start, world), 0)
+
+    def __next__(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            # A generator that has raised ends, and an epoch must not seem to have ended.
+            self._samples = _Failed(error)
+            raise
+        self._num_taken += 1
+        return sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which epoch this is, where this iteration began in it, and how many samples this worker has given."""
+        return {
+            "version": 1,
+            "epoch": self._start.epoch,
+            "sample_in_epoch": self._start.sample,
+            "batch_size": self._start.batch_size,
+            "num_taken": self._num_taken,
+            "world": asdict(self._world),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where another iteration of the same worker was.
+
+        Raises:
+            NotExactError: If it was of another worker, or the ranks or workers were others.
+        """
+        saved = World(**state_dict["world"])
+        if saved != self._world:
+            raise NotExactError(
+                f"The place of an iteration was saved by {saved}, and is loaded by {self._world}. What this worker"
+                " reads would be another part of the epoch. Load the state of StreamingDataLoader or StreamingDataset,"
+                " which is the same for all ranks and workers."
+            )
+        self._start = replace(
+            self._start,
+            epoch=state_dict["epoch"],
+            sample=state_dict["sample_in_epoch"],
+            batch_size=state_dict["batch_size"],
+        )
+        self._num_taken = state_dict["num_taken"]
+        self._samples = self._read(self._plan(self._start, self._world), self._num_taken)
+        self._note(self._start)
+
+
+class _Failed(Iterator[Any]):
+    """Raises the same error again and again."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __next__(self) -> Any:
+        raise self._error
