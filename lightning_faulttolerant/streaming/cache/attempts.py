@@ -53,11 +53,14 @@ class Attempts:
 
         Raises:
             FailedError: With the number of attempts and the last error as its cause.
+            ImportError: At once.
         """
         number = 0
         while True:
             try:
                 return attempt()
+            except ImportError:
+                raise  # a package for a compression or a hash
             except Exception as error:
                 number += 1
                 if number > self.retry or is_final(error) or getattr(error, "errno", None) in _OF_THIS_DISK:

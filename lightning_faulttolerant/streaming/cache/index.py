@@ -69,7 +69,7 @@ def fetch_index(
     if source is None or source.local_directory() == os.path.realpath(local):
         text = _read(directory)
         return FetchedIndex(text=text, directory=directory, digest=_digest(text))
-    text = _download(source, directory, attempts)
+    text = _download(source, attempts)
     return FetchedIndex(text=text, directory=_directory_for(text, directory, attempts), digest=_digest(text))
 
 
@@ -84,12 +84,9 @@ def _read(directory: str) -> bytes:
         ) from error
 
 
-def _download(source: Remote, directory: str, attempts: Attempts) -> bytes:
+def _download(source: Remote, attempts: Attempts) -> bytes:
     def attempt() -> bytes:
-        os.makedirs(directory, exist_ok=True)
-        with temporary_for(os.path.join(directory, INDEX_NAME)) as temporary:
-            source.download(INDEX_NAME, temporary, timeout_seconds=attempts.timeout_seconds)
-            text = Path(temporary).read_bytes()
+        text = source.read(INDEX_NAME, timeout_seconds=attempts.timeout_seconds)
         if not _is_complete(text):
             raise IndexFileError(f"its {len(text)} bytes are no complete index")
         return text
@@ -98,7 +95,7 @@ def _download(source: Remote, directory: str, attempts: Attempts) -> bytes:
         return attempts.run(attempt)
     except FailedError as failed:
         raise IndexFileError(
-            f"The index can't be had from {source.address(INDEX_NAME)}: {failed}. It says which shards there are, so "
+            f"The index can't be had from {source.address(INDEX_NAME)}: {source.without_secrets(str(failed))}. It says which shards there are, so "
             "nothing can be read. Check remote= and the split, and that it can be reached from here."
         ) from failed.__cause__
 

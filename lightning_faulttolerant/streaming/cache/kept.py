@@ -95,22 +95,32 @@ class KeptShards:
                 fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
             if fault:
                 return f"{file.basename}: {fault}"
-        self.mark(shard, is_downloaded=mark is not None and mark.is_downloaded)
+        self._mark(shard, self._checksums(shard, self._paths(shard)), is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
-    def mark(self, shard: int, *, is_downloaded: bool) -> None:
-        """Write down that a shard has been checked.
+    def publish(self, shard: int, temporaries: Sequence[str]) -> None:
+        """Give the files of a shard their names, so that everybody may use it.
 
         Args:
             shard: Its number.
-            is_downloaded: Whether it was brought here, so that it may be evicted.
+            temporaries: The files, which have been checked, in the order of the shard's.
+
+        Raises:
+            OSError: If one has gone, or can't be moved.
         """
-        if self._is_marked:
-            checked = tuple(self._file_mark(file) for file in self.shards[shard].files)
-            mark = marks.Mark(
-                index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=checked
-            )
-            marks.write(self._mark_path(shard), mark)
+        checksums = self._checksums(shard, temporaries) if self._is_marked else ()
+        # Before and behind: between the two, and after a power loss, the checksum tells whether the file is whole.
+        self._mark(shard, checksums, is_downloaded=True, is_new=True)
+        for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
+            publish(temporary, self.path(file), is_durable=not self._is_marked)
+        self._mark(shard, checksums, is_downloaded=True)
+
+    def remove(self, shard: int) -> int:
+        """Remove all files of a shard; return how many bytes are free now."""
+        info = self.shards[shard]
+        num_bytes = sum(_remove(self.path(file)) for file in (*info.files, *info.zip_files))
+        _remove(self._mark_path(shard))  # last: what has no mark is taken for found, and is never evicted
+        return num_bytes
 
     def is_of_this_index(self, shard: int) -> bool:
         """Tell whether what is kept of a shard belongs to this index, as far as is known."""
@@ -150,14 +160,12 @@ class KeptShards:
         Returns:
             How many bytes are free now; 0 if it was kept.
         """
-        info, path = self.shards[shard], self._mark_path(shard)
+        path = self._mark_path(shard)
         with locked(self.lock_path(shard), 0) as lock:
             mark = marks.read(path)
             if lock is None or mark is None or not mark.is_downloaded or _last_use(path) != last_use:
                 return 0
-            num_bytes = sum(_remove(self.path(file)) for file in (*info.files, *info.zip_files))
-            _remove(path)  # last: what has no mark is taken for found, and is never evicted
-            return num_bytes
+            return self.remove(shard)
 
     def _paths(self, shard: int) -> list[str]:
         return [self.path(file) for file in self.shards[shard].files]
@@ -168,13 +176,42 @@ class KeptShards:
     def _is_checked_as_asked(self, mark: marks.Mark) -> bool:
         return self._validate_hash is None or all(file.algorithm == self._validate_hash for file in mark.files)
 
-    def _file_mark(self, file: ShardFile) -> marks.FileMark:
-        path = self.path(file)
-        identity = marks.identity(path)  # before it is read: a change while it is read is seen the next time
+    def _checksums(self, shard: int, paths: Sequence[str]) -> tuple[str, ...]:
         if self._validate_hash is not None:
-            checksum = file.hashes[self._validate_hash]
-            return marks.FileMark(algorithm=self._validate_hash, checksum=checksum, identity=identity)
-        return marks.FileMark(algorithm=marks.CRC32, checksum=marks.crc32(path), identity=identity)
+            return tuple(file.hashes[self._validate_hash] for file in self.shards[shard].files)
+        return tuple(marks.crc32(path) for path in paths)
+
+    def _mark(self, shard: int, checksums: Sequence[str], *, is_downloaded: bool, is_new: bool = False) -> None:
+        if not self._is_marked:
+            return
+        files = tuple(
+            marks.FileMark(
+                algorithm=self._validate_hash or marks.CRC32,
+                checksum=checksum,
+                identity=() if is_new else marks.identity(path),
+            )
+            for checksum, path in zip(checksums, self._paths(shard), strict=True)
+        )
+        mark = marks.Mark(index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=files)
+        marks.write(self._mark_path(shard), mark)
+
+
+def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
+    """Give a file that is complete its name, in one step.
+
+    Args:
+        temporary: Its name until now.
+        path: Its name from now on.
+        is_durable: Whether it must be whole after a power loss, since nothing will tell.
+    """
+    if is_durable:
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+    try:
+        os.replace(temporary, path)
+    except FileNotFoundError as error:
+        # Not as if the shard were missing: a sweep of another container took this process for dead.
+        raise OSError(f"{temporary} was removed by somebody before it was complete") from error
 
 
 def size_fault(path: str, num_bytes: int) -> str | None:

@@ -69,13 +69,13 @@ class CacheLimit:
             )
         self._caches[os.path.realpath(cache.directory)] = cache
 
-    def make_room(self, cache: LimitedCache, shard: int, lock: FileLock, *, timeout_seconds: float) -> None:
+    def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
         """Evict until a shard fits in, and tell all processes that it is about to come.
 
         Args:
             cache: Where it comes.
             shard: Its number.
-            lock: Under which it is fetched.
+            lock: Under which it is fetched; None if it could not be had.
             timeout_seconds: How long to wait for what other processes are fetching.
 
         Raises:
@@ -89,7 +89,8 @@ class CacheLimit:
             with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):
                 used, held = self._evict(num_bytes)
                 if used + num_bytes <= self.num_bytes:
-                    lock.announce(num_bytes)
+                    if lock is not None:
+                        lock.announce(num_bytes)
                     return
             if held + num_bytes > self.num_bytes or time.monotonic() > deadline:
                 raise CacheLimitError(

@@ -2,7 +2,8 @@
 
 A file is believed unread if it is the very file that was checked: its inode, size and times are those of its mark, and
 the machine has not been started again since, for a file that was written shortly before a power loss may have lost
-its content and nothing else. Else its content is compared with the checksum of the mark.
+its content and nothing else. Else its content is compared with the checksum of the mark. A mark is there before the
+file is: what has none was not brought here by us.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class FileMark:
     Args:
         algorithm: Of the checksum.
         checksum: Of the whole file, hexadecimal.
-        identity: Its inode, its size, and when its content and its entry were changed.
+        identity: Its inode, its size, and when its content and its entry were changed; nothing where it may be new.
     """
 
     algorithm: str
@@ -72,13 +73,17 @@ def path_of(directory: str, basename: str, suffix: str = SUFFIX) -> str:
 
 
 def read(path: str) -> Mark | None:
-    """Return a mark; None if there is none that can be read."""
+    """Return a mark; None if there is none. One that can't be understood is one of no index."""
     try:
-        found = json.loads(Path(path).read_bytes())
+        content = Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        found = json.loads(content)
         files = tuple(FileMark(**{**file, "identity": tuple(file["identity"])}) for file in found.pop("files"))
         return Mark(**found, files=files)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    except (ValueError, TypeError, KeyError, AttributeError):  # lost with the power, perhaps with its shard
+        return Mark(index="", boot="", is_downloaded=True, files=())
 
 
 def write(path: str, mark: Mark) -> None:

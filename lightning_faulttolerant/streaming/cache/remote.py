@@ -10,8 +10,8 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar, final
 from urllib.parse import urlsplit
 
 import fsspec
@@ -21,7 +21,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_faulttolerant.streaming.cache.patience import result_in_time
 
+Result = TypeVar("Result")
+
+# What stands between // and @, and behind a question mark.
+_SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
 _S3_PROTOCOLS = ("s3", "s3a")
+_WEB_PROTOCOLS = ("http", "https")
 # Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
 _DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
 
@@ -54,8 +59,14 @@ class Remote:
         return os.path.realpath(self._root) if self.is_local else None
 
     def address(self, basename: str) -> str:
-        """Return the URL of a file, as it is shown: without passwords and signatures."""
-        return re.sub(r"//[^/@]*@", "//", _join(self.url, basename).partition("?")[0])
+        """Return the URL of a file, as it may be shown."""
+        return self.without_secrets(_join(self.url, basename))
+
+    def without_secrets(self, text: str) -> str:
+        """Return a text, such as a client's error, without the password and the signature that the URL may have."""
+        for secret in _SECRETS.findall(self.url):
+            text = text.replace(secret, "")
+        return text
 
     def download(self, basename: str, target: str, *, timeout_seconds: float) -> None:
         """Copy a file here, once, in a bounded time, whatever the other side does.
@@ -69,18 +80,29 @@ class Remote:
             TimeoutError: If it has not ended in time.
             Exception: What the client raises.
         """
-        fs = self._file_system()
-        path = _join(self._root, basename)
+        fs, path = self._file_system(), _join(self._root, basename)
         _let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
-            # A coroutine is cancelled when its time is over, so that nothing goes on behind our back.
-            copying = asyncio.run_coroutine_threadsafe(fs._get_file(path, target), fs.loop)
-            result_in_time(copying, timeout_seconds)
+            result_in_time(_in_loop(fs, fs._get_file(path, target)), timeout_seconds)
         else:
-            _Copy(self._file_system, path, target).run(timeout_seconds)
+            copy = _Copy(self._file_system, path, target)
+            try:
+                result_in_time(_in_thread(copy), timeout_seconds)
+            finally:
+                copy.is_given_up = True
         if os.path.isdir(target):  # that is how a directory is copied
             os.rmdir(target)
             raise IsADirectoryError(f"{self.address(basename)} is a directory")
+
+    def read(self, basename: str, *, timeout_seconds: float) -> bytes:
+        """Return the content of a file, as ``download`` does."""
+        fs, path = self._file_system(), _join(self._root, basename)
+        _let_retries_draw_elsewhere()
+        if isinstance(fs, AsyncFileSystem):
+            content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
+        else:  # asked for in the thread that uses it: fsspec keeps one for each thread
+            content = result_in_time(_in_thread(lambda: self._file_system().cat_file(path)), timeout_seconds)
+        return bytes(content)
 
     def _file_system(self) -> Any:
         if self._shared is not None and self._process_id == os.getpid():
@@ -116,49 +138,50 @@ class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
         self._file_system = file_system
         self._path = path
         self._target = target
-        self._is_given_up = False
+        self.is_given_up = False
 
-    def run(self, timeout_seconds: float) -> None:
-        """Copy, or give up after a time."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # A daemon: one that hangs does not keep the process from its end.
-        threading.Thread(target=self._copy, args=(done,), name="shard-download", daemon=True).start()
-        try:
-            result_in_time(done, timeout_seconds)
-        finally:
-            self._is_given_up = True
-
-    def relative_update(self, inc: int = 1) -> None:
-        """Learn that a block has been written."""
-        if self._is_given_up:
-            raise TimeoutError("nobody waits for this file any more")
-
-    def _copy(self, done: concurrent.futures.Future[None]) -> None:
+    def __call__(self) -> None:
         try:
             self._file_system().get_file(self._path, self._target, callback=self)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            _settle(done, error)
-        else:
-            _settle(done, None)
         finally:
-            if self._is_given_up:  # who waited has removed the file, but perhaps before it was made
+            if self.is_given_up:  # who waited has removed the file, but perhaps before it was made
                 with contextlib.suppress(OSError):
                     os.unlink(self._target)
 
+    def relative_update(self, inc: int = 1) -> None:
+        """Learn that a block has been written."""
+        if self.is_given_up:
+            raise TimeoutError("nobody waits for this file any more")
 
-def _settle(done: concurrent.futures.Future[None], error: BaseException | None) -> None:
-    with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
-        if error is None:
-            done.set_result(None)
+
+def _in_loop(fs: AsyncFileSystem, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
+    """Begin with what can be cancelled when its time is over, so that nothing goes on behind our back."""
+    return asyncio.run_coroutine_threadsafe(coroutine, fs.loop)
+
+
+def _in_thread(function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
+    """Begin with what can't be ended, in a thread that does not keep the process from its end when it hangs."""
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
         else:
-            done.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+
+    threading.Thread(target=run, name="shard-download", daemon=True).start()
+    return future
 
 
 def _join(directory: str, basename: str) -> str:
     if not basename:
         return directory
     # A signature stands behind the path: https://host/folder?sig=...
-    is_web = directory.startswith(("http://", "https://"))
+    is_web = urlsplit(directory).scheme in _WEB_PROTOCOLS
     directory, mark, query = directory.partition("?") if is_web else (directory, "", "")
     return f"{directory.rstrip('/')}/{basename}{mark}{query}"
 
@@ -172,9 +195,16 @@ def is_final(error: BaseException) -> bool:
 
 
 def _options(url: str) -> dict[str, Any]:
-    # The mode "standard" takes its random numbers in a way that can't be led elsewhere, and is the default for some.
-    is_s3 = urlsplit(url).scheme in _S3_PROTOCOLS
-    return {"config_kwargs": {"retries": {"mode": "legacy"}}} if is_s3 else {}
+    scheme = urlsplit(url).scheme
+    if scheme in _S3_PROTOCOLS:
+        # The mode "standard" takes its random numbers in a way that can't be led elsewhere; it is the default for some.
+        return {"config_kwargs": {"retries": {"mode": "legacy"}}}
+    if scheme in _WEB_PROTOCOLS:
+        with contextlib.suppress(ImportError):
+            import aiohttp
+
+            return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None)}}  # ours counts, not its 5 minutes
+    return {}
 
 
 def _package(error: ImportError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,12 @@ from lightning_faulttolerant.errors import DamagedShardError, MissingShardError,
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.forks import ProcessLock
-from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, size_fault
+from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, publish, size_fault
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
 from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.format.decompression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
@@ -136,6 +138,7 @@ class ShardCache:
         Raises:
             ShardError: As ``fetch`` does.
         """
+        was_damaged = False
         for _ in range(_NUM_OPENINGS):
             directory = self.fetch(shard)
             try:
@@ -143,6 +146,11 @@ class ShardCache:
             except FileNotFoundError:
                 if self._remote is None:
                     raise
+            except DamagedShardError:  # what no size and no hash has told
+                if self._remote is None or was_damaged:
+                    raise
+                was_damaged = True
+                self._kept.remove(shard)
         raise ShardError(
             f"{self._name(shard)} was removed from {self.directory} {_NUM_OPENINGS} times before it could be opened. "
             "Other processes evict what this one needs: give a larger cache_limit."
@@ -193,15 +201,20 @@ class ShardCache:
                 f"{self._name(shard)} can't be read from {self.directory}: {fault}. There is no remote to fetch it "
                 "from. Give remote=, or put the file back."
             )
-        self._prepare()
-        # Whoever holds the lock gives up before that, or is asleep: then this process fetches it, too.
-        with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
-            if self._kept.fault(shard) is None:
-                return
-            if self._limit is not None and lock is not None:
-                self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
-            self._bring(shard)
-            self._kept.mark(shard, is_downloaded=True)
+        try:
+            self._prepare()
+            # Whoever holds the lock gives up before that, or is asleep: then this process fetches it, too.
+            with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
+                if self._kept.fault(shard) is None:
+                    return
+                if self._limit is not None:
+                    self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
+                self._bring(shard)
+        except OSError as error:
+            raise ShardError(
+                f"{self._name(shard)} can't be written to {self.directory}: {error}. It has to be there to be read. "
+                "Give a local directory that can be written, with enough room."
+            ) from error
 
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
@@ -217,42 +230,45 @@ class ShardCache:
 
     def _bring(self, shard: int) -> None:
         info = self.shards[shard]
-        for number, file in enumerate(info.files):
-            zip_file = info.zip_files[number] if info.zip_files else None
-            attempt = functools.partial(self._bring_file, shard, file, zip_file)
-            try:
-                self._attempts.run(attempt)
-            except FailedError as failed:
-                raise self._error(shard, zip_file or file, failed) from failed.__cause__
+        with contextlib.ExitStack() as stack:
+            temporaries = []
+            for number, file in enumerate(info.files):
+                path = self._kept.path(file)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                temporaries.append(stack.enter_context(temporary_for(path)))
+                zip_file = info.zip_files[number] if info.zip_files else None
+                attempt = functools.partial(self._bring_file, shard, file, zip_file, temporaries[-1])
+                try:
+                    self._attempts.run(attempt)
+                except FailedError as failed:
+                    raise self._error(shard, zip_file or file, failed) from failed.__cause__
+            self._kept.publish(shard, temporaries)
 
-    def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None) -> None:
-        path = self._kept.path(file)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with temporary_for(path) as temporary:
-            if zip_file is None:
-                self._download(file, temporary)
-            else:
-                self._unpack(shard, zip_file, temporary)
-            self._check(temporary, file)
-            _publish(temporary, path, is_durable=self._remote is None)
+    def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None, target: str) -> None:
+        if zip_file is None:
+            self._download(file, target)
+        else:
+            self._unpack(shard, file, zip_file, target)
+            self._check(target, file)
 
-    def _unpack(self, shard: int, zip_file: ShardFile, target: str) -> None:
+    def _unpack(self, shard: int, file: ShardFile, zip_file: ShardFile, target: str) -> None:
         algorithm = self.shards[shard].compression or ""
         path = self._kept.path(zip_file)
         if self._remote is None or self._is_kept(shard, zip_file):
             try:
                 self._check(path, zip_file)
-                _decompress(path, target, algorithm)
+                decompress_file(path, target, algorithm, num_bytes=file.num_bytes)
             except Exception:
                 if self._remote is not None:
-                    os.unlink(path)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)  # the next attempt downloads it
                 raise
             return
         with temporary_for(path) as temporary:
             self._download(zip_file, temporary)
-            _decompress(temporary, target, algorithm)
+            decompress_file(temporary, target, algorithm, num_bytes=file.num_bytes)
             if self._keep_zip:
-                _publish(temporary, path)
+                publish(temporary, path)
 
     def _is_kept(self, shard: int, zip_file: ShardFile) -> bool:
         return self._kept.is_of_this_index(shard) and size_fault(self._kept.path(zip_file), zip_file.num_bytes) is None
@@ -272,7 +288,8 @@ class ShardCache:
     def _error(self, shard: int, file: ShardFile, failed: FailedError) -> ShardError:
         cause = failed.__cause__
         address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
-        what = f"{self._name(shard)} can't be had from {address}: {failed}."
+        reason = self._remote.without_secrets(str(failed)) if self._remote else str(failed)
+        what = f"{self._name(shard)} can't be had from {address}: {reason}."
         if isinstance(cause, FileNotFoundError):
             return MissingShardError(f"{what} The index names it, so that no epoch is whole without it. Put it there.")
         if isinstance(cause, DamagedShardError):
@@ -300,25 +317,3 @@ def _check_hashes(shards: Sequence[ShardInfo], algorithm: str | None) -> None:
                     f"({file.basename}); it has {', '.join(file.hashes) or 'none'}. Nothing could be checked. Give one "
                     "that it has, or None."
                 )
-
-
-def _decompress(source: str, target: str, algorithm: str) -> None:
-    from lightning_faulttolerant.streaming.format.compression import decompress_file
-
-    try:
-        decompress_file(source, target, algorithm)
-    except ImportError:
-        raise
-    except Exception as error:
-        raise DamagedShardError(f"it can't be decompressed ({algorithm}): {error}") from error
-
-
-def _publish(temporary: str, path: str, *, is_durable: bool = False) -> None:
-    if is_durable:
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-    try:
-        os.replace(temporary, path)
-    except FileNotFoundError as error:
-        # Not as if the shard were missing: a sweep of another container took this process for dead.
-        raise OSError(f"{temporary} was removed by somebody before it was complete") from error
