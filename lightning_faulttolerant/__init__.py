@@ -21,6 +21,7 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -35,6 +36,7 @@ __all__ = [
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "MDSWriter",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumeReport",
@@ -50,6 +52,7 @@ _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }

@@ -1,1 +1,33 @@
 """Streaming data sets that resume at once: reading, writing, ordering and caching shards. Works without Lightning."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+    from lightning_faulttolerant.streaming.format.merge import merge_index
+    from lightning_faulttolerant.streaming.format.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+
+__all__ = ["CSVWriter", "JSONWriter", "MDSWriter", "TSVWriter", "XSVWriter", "merge_index"]
+
+# The modules of this package import each other through it: a name that was imported here at once would be a cycle.
+_LAZY = {
+    "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "TSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "XSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "merge_index": "lightning_faulttolerant.streaming.format.merge",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

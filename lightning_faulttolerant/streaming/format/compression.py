@@ -11,6 +11,9 @@ from lightning_faulttolerant.streaming.format.extras import extra
 _LEVELS = {"br": range(12), "bz2": range(1, 10), "gz": range(10), "snappy": range(0), "zstd": range(1, 23)}
 _DEFAULT_LEVELS = {"br": 11, "bz2": 9, "gz": 9, "snappy": 0, "zstd": 3}
 
+FAMILIES = tuple(_LEVELS)
+"""Algorithms without their levels; the name of a compressed file ends with one of them."""
+
 COMPRESSIONS = tuple(
     name for family, levels in _LEVELS.items() for name in (family, *(f"{family}:{n}" for n in levels))
 )

@@ -24,7 +24,9 @@ SEPARATORS = {"csv": ",", "tsv": "\t"}
 TEXT_ENCODINGS = ("str", "int", "float")
 """Encodings of the columns of formats other than ``mds``."""
 
-_FORMATS = ("mds", "json", "csv", "tsv", "xsv")
+FORMATS = ("mds", "json", "csv", "tsv", "xsv")
+"""Of shards; a file name ends with one of them."""
+
 # A drive, an absolute path, a component that is empty or made of dots only, a backslash, a control character.
 _LEAVES_DIRECTORY = re.compile(r"(?:[A-Za-z]:|/)|(?:^|.*/)\.{0,2}(?:/.*|$)|.*[\\\x00-\x1f\x7f]", re.DOTALL)
 
@@ -80,8 +82,8 @@ class _Parser:
 
     def _info(self, entry: dict[str, Any]) -> ShardInfo:
         format_ = entry["format"]
-        if format_ not in _FORMATS:
-            raise ValueError(f"its format is {format_!r}, those known are {', '.join(_FORMATS)}")
+        if format_ not in FORMATS:
+            raise ValueError(f"its format is {format_!r}, those known are {', '.join(FORMATS)}")
         parts = ("data",) if format_ == "mds" else ("data", "meta")
         compression = entry["compression"]
         if compression is not None and not is_known_compression(compression):

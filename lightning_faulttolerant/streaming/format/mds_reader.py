@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from lightning_faulttolerant.streaming.format.encoding import Positions
 from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.layout import layout_of
-from lightning_faulttolerant.streaming.format.shard import ShardReader
+from lightning_faulttolerant.streaming.format.shard import DECODING_ERRORS, ShardReader
 
 # Decoded at once: enough that what numpy costs per call is shared by many, so little that the first sample of a call
 # does not wait for the rest of a shard, and that whoever keeps a sample does not keep many others.
@@ -20,8 +19,6 @@ _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 1 << 20
 # Fewer than this are faster one by one.
 _FEW = 4
-
-_DECODING_ERRORS = (ValueError, LookupError, OSError, ArithmeticError)
 
 
 class MDSReader(ShardReader):
@@ -52,7 +49,7 @@ class MDSReader(ShardReader):
         number = self._checked_id(index)
         try:
             return self._layout.decode(self._file, self._bound[number], self._bound[number + 1])
-        except _DECODING_ERRORS as error:
+        except DECODING_ERRORS as error:
             raise self._undecodable(number, error) from error
 
     def samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
@@ -69,7 +66,7 @@ class MDSReader(ShardReader):
         bounds = self._bounds
         try:
             return self._layout.decode_many(self._file, self._windows, bounds[ids], bounds[ids + 1])
-        except _DECODING_ERRORS:
+        except DECODING_ERRORS:
             # One by one, to name the sample.
             return [self[number] for number in ids.tolist()]
 
@@ -82,14 +79,7 @@ class MDSReader(ShardReader):
             self._windows_by_size[size] = windows
         return windows
 
-    def _undecodable(self, number: int, error: Exception) -> Exception:
-        if self._file.closed:
-            return ValueError("This reader is closed.")
-        return self._damaged(f"sample {number} can't be decoded ({error})")
-
     def close(self) -> None:
         """Give the file back."""
         self._windows_by_size.clear()
-        # Whoever is reading from it this moment has a view of it; the mapping goes with the last of those.
-        with contextlib.suppress(BufferError):
-            self._file.close()
+        super().close()

@@ -7,6 +7,15 @@ from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.layout import layout_of
 from lightning_faulttolerant.streaming.format.mds_reader import MDSReader
 from lightning_faulttolerant.streaming.format.shard import ShardReader
+from lightning_faulttolerant.streaming.format.text_reader import JSONReader, XSVReader
+
+_READERS: dict[str, type[ShardReader]] = {
+    "mds": MDSReader,
+    "json": JSONReader,
+    "csv": XSVReader,
+    "tsv": XSVReader,
+    "xsv": XSVReader,
+}
 
 
 def open_shard(info: ShardInfo, directory: str, *, allow_unsafe_types: bool = False) -> ShardReader:
@@ -24,7 +33,7 @@ def open_shard(info: ShardInfo, directory: str, *, allow_unsafe_types: bool = Fa
     """
     if not allow_unsafe_types:
         check_safe(info)
-    return MDSReader(info, directory)
+    return _READERS[info.format](info, directory)
 
 
 def check_safe(info: ShardInfo) -> None:

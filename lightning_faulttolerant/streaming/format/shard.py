@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -12,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError
-from lightning_faulttolerant.streaming.format.encoding import Positions
+from lightning_faulttolerant.streaming.format.encoding import Buffer, Positions
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
+
+DECODING_ERRORS = (ValueError, LookupError, OSError, ArithmeticError)
+"""What decoders raise of bytes that are not what they should be."""
 
 _UINT32_BYTES = 4
 
@@ -32,6 +36,8 @@ class ShardReader(ABC):
     def __init__(self, info: ShardInfo, directory: str) -> None:
         self._info = info
         self._directory = directory
+        self._file: Buffer = b""
+        self._is_closed = False
 
     def __len__(self) -> int:
         return self._info.num_samples
@@ -60,9 +66,13 @@ class ShardReader(ABC):
             DamagedShardError: If the bytes are not those of a sample.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Give the files back. Samples can't be read any more."""
+        self._is_closed = True
+        # Whoever is reading from it this moment has a view of it; the mapping goes with the last of those.
+        if isinstance(self._file, mmap.mmap):
+            with contextlib.suppress(BufferError):
+                self._file.close()
 
     def _damaged(self, what: str) -> DamagedShardError:
         path = os.path.join(self._directory, self._info.files[0].basename)
@@ -70,6 +80,11 @@ class ShardReader(ABC):
             f"The shard {path} is damaged: {what}. Its samples would be wrong; delete the file so that it is "
             f"downloaded again, or write the data set again if this is its only copy."
         )
+
+    def _undecodable(self, number: int, error: Exception) -> Exception:
+        if self._is_closed:
+            return ValueError(f"This reader of {self._info.files[0].basename} is closed.")
+        return self._damaged(f"sample {number} can't be decoded ({error})")
 
     def _checked_id(self, index: int) -> int:
         num_samples = self._info.num_samples
@@ -86,21 +101,21 @@ class ShardReader(ABC):
             )
         return array
 
-    def _map(self, file: ShardFile) -> mmap.mmap:
+    def _map(self, file: ShardFile) -> Buffer:
         path = os.path.join(self._directory, file.basename)
         try:
             with open(path, "rb") as opened:
                 num_bytes = os.fstat(opened.fileno()).st_size
-                if num_bytes != file.num_bytes or not num_bytes:
+                if num_bytes != file.num_bytes:
                     raise self._damaged(f"{file.basename} has {num_bytes} bytes, the index says {file.num_bytes}")
-                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+                return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if num_bytes else b""
         except FileNotFoundError as error:
             raise MissingShardError(
                 f"The shard {path} is not there. If it is on a remote, give its address as `remote`; "
                 f"if it was deleted while it was read, raise the limit of the cache."
             ) from error
 
-    def _offsets(self, table: mmap.mmap, *, first: int | None, end: int) -> Positions:
+    def _offsets(self, table: Buffer, *, first: int | None, end: int) -> Positions:
         """Return where the samples begin and end, as a table of offsets behind their number says.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from lightning_faulttolerant.streaming.format.compression import compress, extension, is_known_compression
 from lightning_faulttolerant.streaming.format.hashes import digest_of, is_known_hash
-from lightning_faulttolerant.streaming.format.index import INDEX_BASENAME, VERSION
+from lightning_faulttolerant.streaming.format.index import VERSION
 from lightning_faulttolerant.streaming.format.output import Output
 
 _Writer = TypeVar("_Writer", bound="DatasetWriter")
@@ -53,7 +54,7 @@ class DatasetWriter(ABC):
     def __init__(
         self,
         *,
-        out: str | tuple[str, str],
+        out: str | os.PathLike[str] | tuple[str, str],
         keep_local: bool = False,
         compression: str | None = None,
         hashes: Sequence[str] | None = None,
@@ -139,7 +140,7 @@ class DatasetWriter(ABC):
             self._flush()
         self._finished = True
         text = json.dumps({"version": VERSION, "shards": self._shards}, sort_keys=True)
-        self._output.publish(INDEX_BASENAME, text.encode())
+        self._output.publish(text.encode())
 
     def __enter__(self: _Writer) -> _Writer:
         return self

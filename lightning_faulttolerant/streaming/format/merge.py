@@ -1,0 +1,117 @@
+"""Makes one data set of several that lie below one directory: only the index is written, no shard is touched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, cast
+
+from lightning_faulttolerant.streaming.format.index import INDEX_BASENAME, VERSION, parse_index
+from lightning_faulttolerant.streaming.format.places import Place, place_of
+
+Address: TypeAlias = str | tuple[str, str]
+
+_FILE_KEYS = ("raw_data", "zip_data", "raw_meta", "zip_meta")
+_NUM_THREADS = 16
+
+
+def merge_index(*args: Any, **kwargs: Any) -> None:
+    """Write an index of all the data sets below a directory, which then are one.
+
+    ``merge_index(out, keep_local=True, download_timeout=60)`` takes all that have an index below ``out``, in the order
+    of their names. ``merge_index(index_file_urls, out, keep_local=True, download_timeout=60)`` takes those given, in
+    that order, each once.
+
+    Args:
+        *args: In one of the two orders above. ``index_file_urls``: paths or addresses of indexes below ``out``, or
+            pairs of both. ``out``: a directory, an address, or a pair of both; the index is written to each, and what
+            is in the directory is not asked of the address. ``keep_local``: of a pair, write it to the directory too.
+            ``download_timeout``: seconds that reading an index may take.
+        **kwargs: The same by their names; also ``storage_options``, for the file system of an address.
+
+    Raises:
+        FileNotFoundError: If there is no index to merge.
+        ValueError: If an index is not below ``out``: its shards could not be found from there.
+        IndexFileError: If one of them is damaged, or the same file would be in it twice with different content.
+        TimeoutError: If an index was not read in time.
+    """
+    urls: Sequence[Address] | None = kwargs.pop("index_file_urls", None)
+    if urls is None and args and isinstance(args[0], list):
+        urls, *args = args  # type: ignore[assignment]
+    job = _Merge(*args, **kwargs)
+    job.run(job.found() if urls is None else [job.name_of(url) for url in dict.fromkeys(urls)])
+
+
+class _Merge:
+    def __init__(
+        self,
+        out: Address,
+        keep_local: bool = True,
+        download_timeout: float = 60,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        addresses = (out,) if isinstance(out, (str, os.PathLike)) else tuple(out)
+        # The last one is where the data set is; before it may stand a directory with copies of its indexes.
+        self._places: list[Place] = [place_of(address, storage_options) for address in addresses]
+        self._keep_local = keep_local
+        self._timeout_seconds = download_timeout
+
+    def found(self) -> list[str]:
+        """Return the indexes below ``out``. What lies below a data set is part of it already."""
+        names = {name for place in self._places for name in place.find(INDEX_BASENAME)} - {INDEX_BASENAME}
+        return sorted((name for name in names if not names & _indexes_above(name)), key=lambda name: name.split("/"))
+
+    def name_of(self, address: Address) -> str:
+        """Return the name of an index relative to ``out``."""
+        texts = (address,) if isinstance(address, (str, os.PathLike)) else tuple(address)
+        for text in map(os.fspath, texts):
+            for place in self._places:
+                name = place.relative(text.strip().rstrip("/"))
+                if name is not None:
+                    return name if name.endswith(".json") else f"{name}/{INDEX_BASENAME}"
+        raise ValueError(
+            f"The index {address} is not below {' or '.join(map(str, self._places))}: an index written there could not "
+            f"name its shards. Give a directory that all data sets are below of."
+        )
+
+    def run(self, names: Sequence[str]) -> None:
+        """Merge the indexes of these names."""
+        if not names:
+            raise FileNotFoundError(f"There is no {INDEX_BASENAME} below {self._places[-1]}, so nothing to merge.")
+        executor = ThreadPoolExecutor(min(_NUM_THREADS, len(names)))
+        try:
+            texts = list(executor.map(self._read, names, timeout=self._timeout_seconds * len(names)))
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+        shards = [shard for name, text in zip(names, texts, strict=True) for shard in self._shards(name, text)]
+        merged = json.dumps({"version": VERSION, "shards": shards}).encode()
+        # It is read once: that says whether two of them name the same file.
+        parse_index(merged, source=f"merged below {self._places[-1]}")
+        for place in self._places:
+            if self._keep_local or len(self._places) == 1 or place is not self._places[0]:
+                place.replace(INDEX_BASENAME, merged)
+
+    def _read(self, name: str) -> bytes:
+        for place in self._places:
+            with contextlib.suppress(FileNotFoundError):
+                return place.read(name)
+        raise FileNotFoundError(f"There is no {name} below {' or '.join(map(str, self._places))}.")
+
+    def _shards(self, name: str, text: bytes) -> list[dict[str, Any]]:
+        source = f"{self._places[-1]}/{name}"
+        parse_index(text, source=source)
+        folder = name.rpartition("/")[0]
+        shards = cast(list[dict[str, Any]], json.loads(text)["shards"])
+        for shard in shards:
+            for file in filter(None, map(shard.get, _FILE_KEYS)):
+                file["basename"] = f"{folder}/{file['basename']}" if folder else file["basename"]
+        return shards
+
+
+def _indexes_above(name: str) -> set[str]:
+    """The names that indexes would have in the folders that a folder with an index lies in."""
+    folders = name.split("/")[:-1]
+    return {"/".join((*folders[:i], INDEX_BASENAME)) for i in range(1, len(folders))}

@@ -1,0 +1,200 @@
+"""Where the files of a data set are: a directory, or an address that fsspec knows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import fsspec
+
+
+class Place(ABC):
+    """A directory of files, here or elsewhere. Names are relative to it, with ``/`` between their parts."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return what is in a file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file; when it returns, the file is there to stay."""
+
+    @abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file so that whoever reads it finds the old content or the new one, never a part."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return what is directly in the directory, sorted; nothing if it does not exist."""
+
+    @abstractmethod
+    def find(self, basename: str) -> list[str]:
+        """Return the files of this name in the directory and all below it, sorted."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; those that are not there are passed over."""
+
+    @abstractmethod
+    def relative(self, address: str) -> str | None:
+        """Return the name of a file by its address, or ``None`` if it is not below this place."""
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is not a path of this machine."""
+    return ("://" in address or "::" in address) and not address.startswith("file://")
+
+
+def place_of(address: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Place:
+    """Return the place at an address.
+
+    Args:
+        address: A path, or what fsspec knows.
+        storage_options: For the file system of an address.
+    """
+    text = os.fspath(address)
+    return RemotePlace(text, storage_options or {}) if is_remote(text) else LocalPlace(text.removeprefix("file://"))
+
+
+class LocalPlace(Place):
+    """A directory of this machine.
+
+    Args:
+        path: Of the directory; it is made when the first file is written.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(os.path.expanduser(path))
+
+    def __str__(self) -> str:
+        return self.path
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file."""
+        with open(self._path(name), "rb") as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file."""
+        path = self._path(name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file under another name, then give it its own."""
+        temporary = f"{name}.tmp.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+        try:
+            self.write(temporary, data)
+            os.replace(self._path(temporary), self._path(name))
+        except BaseException:
+            self.delete([temporary])
+            raise
+        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def names(self) -> list[str]:
+        """Return what is directly in the directory."""
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def find(self, basename: str) -> list[str]:
+        """Return the files of this name in the directory and all below it."""
+        found = [os.path.join(root, basename) for root, _, files in os.walk(self.path) if basename in files]
+        return sorted(os.path.relpath(path, self.path) for path in found)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+
+    def relative(self, address: str) -> str | None:
+        """Return the name of a file by its path."""
+        if is_remote(address):
+            return None
+        path = os.path.relpath(os.path.abspath(os.path.expanduser(address.removeprefix("file://"))), self.path)
+        return None if path == os.pardir or path.startswith(os.pardir + os.sep) else path
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+class RemotePlace(Place):
+    """An address that fsspec knows.
+
+    Args:
+        address: ``s3://bucket/data``, ``memory://data``, ...
+        storage_options: For its file system.
+    """
+
+    def __init__(self, address: str, storage_options: Mapping[str, Any]) -> None:
+        self._address = address.rstrip("/")
+        self._file_system, path = fsspec.core.url_to_fs(self._address, **storage_options)
+        self._root = str(path).rstrip("/")
+
+    def __str__(self) -> str:
+        return self._address
+
+    def read(self, name: str) -> bytes:
+        """Return what is in a file."""
+        return bytes(self._file_system.cat_file(self._path(name)))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file. Object stores have no directories; others may need one first."""
+        path = self._path(name)
+        try:
+            self._file_system.pipe_file(path, data)
+        except FileNotFoundError:
+            self._file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._file_system.pipe_file(path, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file: object stores show it when it is whole."""
+        self.write(name, data)
+
+    def names(self) -> list[str]:
+        """Return what is directly at the address."""
+        self._file_system.invalidate_cache(self._root)
+        try:
+            paths = self._file_system.ls(self._root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for name in (str(path).rstrip("/").rpartition("/")[2] for path in paths) if name)
+
+    def find(self, basename: str) -> list[str]:
+        """Return the files of this name at the address and all below it."""
+        self._file_system.invalidate_cache()
+        paths = [str(path) for path in self._file_system.find(self._root)]
+        names = [path[len(self._root) :].lstrip("/") for path in paths]
+        return sorted(name for name in names if name.rpartition("/")[2] == basename)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._file_system.rm_file(self._path(name))
+
+    def relative(self, address: str) -> str | None:
+        """Return the name of a file by its address."""
+        prefix = f"{self._address}/"
+        return address[len(prefix) :] if address.startswith(prefix) else None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"

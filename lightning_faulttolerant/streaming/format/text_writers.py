@@ -1,0 +1,140 @@
+"""Writes data sets of lines: JSON, CSV, TSV, XSV."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_faulttolerant.streaming.format.encoding import expect_type
+from lightning_faulttolerant.streaming.format.index import SEPARATORS, TEXT_ENCODINGS
+from lightning_faulttolerant.streaming.format.writer import DatasetWriter, table_of_offsets
+
+_TYPES: dict[str, type] = {"str": str, "int": int, "float": float}
+
+
+class TextWriter(DatasetWriter):
+    r"""Writes a data set whose shards are lines.
+
+    Args:
+        columns: ``str``, ``int`` or ``float`` for each column, by its name.
+        newline: What ends a line.
+        **options: Those of ``DatasetWriter``.
+
+    Raises:
+        TypeError: If there is no such encoding.
+    """
+
+    def __init__(self, *, columns: Mapping[str, str], newline: str = "\n", **options: Any) -> None:
+        unknown = [encoding for encoding in columns.values() if encoding not in TEXT_ENCODINGS]
+        if unknown:
+            raise TypeError(f"There is no encoding {unknown[0]!r} here; those known are {', '.join(TEXT_ENCODINGS)}.")
+        if not newline:
+            raise ValueError("A line must end with something: newline is empty.")
+        self.columns = dict(columns)
+        self.newline = newline
+        super().__init__(**options)
+
+    @abstractmethod
+    def _line(self, sample: Mapping[str, Any]) -> str:
+        """Return the line of a sample without its end."""
+
+    def _header(self) -> str:
+        """Return what stands before the first line."""
+        return ""
+
+    def encode_sample(self, sample: Mapping[str, Any]) -> bytes:
+        """Return the line of a sample."""
+        for name, encoding in self.columns.items():
+            expect_type(sample[name], _TYPES[encoding], encoding=encoding)
+        return (self._line(sample) + self.newline).encode()
+
+    def _encoded_shard(self, samples: list[bytes]) -> dict[str, bytes]:
+        header = self._header().encode()
+        config = json.dumps(self.get_config(), sort_keys=True).encode()
+        meta = table_of_offsets(samples, first=len(header)) + config
+        return {"data": b"".join([header, *samples]), "meta": meta}
+
+
+class JSONWriter(TextWriter):
+    """Writes a data set whose shards have an object of JSON on each line."""
+
+    format = "json"
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what each shard says of itself in the index and in its meta file."""
+        return {**super().get_config(), "columns": self.columns, "newline": self.newline}
+
+    def _line(self, sample: Mapping[str, Any]) -> str:
+        return json.dumps({name: sample[name] for name in self.columns}, sort_keys=True)
+
+
+class XSVWriter(TextWriter):
+    r"""Writes a data set whose shards have values between separators on each line, and the columns on the first one.
+
+    Nothing is quoted: a value that holds the separator or the newline is refused.
+
+    Args:
+        columns: ``str``, ``int`` or ``float`` for each column, by its name.
+        separator: What stands between values.
+        newline: What ends a line.
+        **options: Those of ``DatasetWriter``.
+
+    Raises:
+        TypeError: If there is no such encoding.
+        ValueError: If the name of a column holds the separator or the newline.
+    """
+
+    format = "xsv"
+
+    def __init__(self, *, columns: Mapping[str, str], separator: str, newline: str = "\n", **options: Any) -> None:
+        if not separator:
+            raise ValueError("Something must stand between values: separator is empty.")
+        self.separator = separator
+        self.column_names = sorted(columns)
+        self.column_encodings = [columns[name] for name in self.column_names]
+        for name in self.column_names:
+            self._check_plain(name, newline)
+        super().__init__(columns=columns, newline=newline, **options)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what each shard says of itself in the index and in its meta file."""
+        config = {
+            **super().get_config(),
+            "column_names": self.column_names,
+            "column_encodings": self.column_encodings,
+            "newline": self.newline,
+        }
+        return config if self.format in SEPARATORS else {**config, "separator": self.separator}
+
+    def _header(self) -> str:
+        return self.separator.join(self.column_names) + self.newline
+
+    def _line(self, sample: Mapping[str, Any]) -> str:
+        values = [str(_TYPES[self.columns[name]](sample[name])) for name in self.column_names]
+        for value in values:
+            self._check_plain(value, self.newline)
+        return self.separator.join(values)
+
+    def _check_plain(self, text: str, newline: str) -> None:
+        if self.separator in text or newline in text:
+            raise ValueError(f"{text!r:.200} holds the separator {self.separator!r} or the newline {newline!r}.")
+
+
+class CSVWriter(XSVWriter):
+    r"""Writes a data set of values between commas: ``XSVWriter`` with ``separator=","``."""
+
+    format = "csv"
+
+    def __init__(self, *, columns: Mapping[str, str], newline: str = "\n", **options: Any) -> None:
+        super().__init__(columns=columns, separator=SEPARATORS["csv"], newline=newline, **options)
+
+
+class TSVWriter(XSVWriter):
+    r"""Writes a data set of values between tabs: ``XSVWriter`` with ``separator="\t"``."""
+
+    format = "tsv"
+
+    def __init__(self, *, columns: Mapping[str, str], newline: str = "\n", **options: Any) -> None:
+        super().__init__(columns=columns, separator=SEPARATORS["tsv"], newline=newline, **options)
