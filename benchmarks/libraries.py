@@ -143,8 +143,8 @@ def _of_streaming(
     dataset = streaming.StreamingDataset(**where, shuffle=shuffle, batch_size=data.batch_size)
     loader = streaming.StreamingDataLoader(dataset, batch_size=data.batch_size, num_workers=num_workers)
     if at:
-        state = {"epoch": 0, "sample_in_epoch": at, "shuffle_seed": 9176, "num_canonical_nodes": 1}
-        loader.load_state_dict(state)
+        state = loader.state_dict()
+        loader.load_state_dict({**state, "epoch": 0, "sample_in_epoch": at, "num_canonical_nodes": 1})
     return loader  # type: ignore[no-any-return]
 
 
