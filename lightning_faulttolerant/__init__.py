@@ -21,7 +21,10 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+    from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.stream import Stream
     from lightning_faulttolerant.trainer.callback import FaultTolerance
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
@@ -41,6 +44,9 @@ __all__ = [
     "NotExactError",
     "ResumeReport",
     "RunInUseError",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataset",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -54,6 +60,9 @@ _LAZY = {
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "Stream": "lightning_faulttolerant.streaming.stream",
+    "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
+    "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 

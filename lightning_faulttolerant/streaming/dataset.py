@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import os
@@ -12,13 +13,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
 from lightning_faulttolerant.streaming.opening import open_streams
-from lightning_faulttolerant.streaming.order import Deal, EpochOrder, normalised
+from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
 from lightning_faulttolerant.streaming.ordering import Ordering, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
-from lightning_faulttolerant.streaming.shards import Shards
+from lightning_faulttolerant.streaming.shards import Ids, Shards, Wait
 from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
+from lightning_faulttolerant.streaming.state import WHAT as FINGERPRINT
 from lightning_faulttolerant.streaming.stream import Stream
 from lightning_faulttolerant.streaming.world import HandedWorld, World, current_world
 
@@ -102,9 +107,12 @@ class StreamingDataset(IterableDataset[Any]):
     ) -> None:
         if bool(streams) == (local is not None or remote is not None):
             raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-        for name, value in (("batch_size", batch_size), ("replication", replication), ("predownload", predownload)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
+        _check_counts(
+            batch_size=batch_size,
+            num_canonical_nodes=num_canonical_nodes,
+            predownload=predownload,
+            replication=replication,
+        )
         defaults = {
             "split": split,
             "keep_zip": keep_zip,
@@ -119,7 +127,8 @@ class StreamingDataset(IterableDataset[Any]):
         self.predownload = predownload
         self.replication = replication
         opened = open_streams(self.streams, cache_limit)
-        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types)
+        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types, limit=cache_limit)
+        seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._ordering = Ordering(
             shard_sizes=self._shards.sizes,
             streams=self.streams,
@@ -127,14 +136,13 @@ class StreamingDataset(IterableDataset[Any]):
             algorithm=shuffle_algo,
             block_size=shuffle_block_size,
             epoch_size=epoch_size,
-            seed=shuffle_seed,
+            seeding=seeding,
             sampling_method=sampling_method,
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
-        self._seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
-        self._book = EpochBook(self._seeding)
+        self._book = EpochBook(seeding)
         self._channel: Channel | None = None
         self._handed_world: HandedWorld | None = None
 
@@ -158,10 +166,15 @@ class StreamingDataset(IterableDataset[Any]):
         """The epoch that the next iteration is."""
         return self._book.next_epoch
 
+    @property
+    def book(self) -> EpochBook:
+        """Where the epochs of this data set are kept."""
+        return self._book
+
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
         world = self._world()
-        return -(-self._order(0, world).num_positions // world.num_ranks)
+        return -(-self._num_positions(world) // world.num_ranks)
 
     def __getitem__(self, at: Any) -> Any:
         """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
@@ -174,7 +187,7 @@ class StreamingDataset(IterableDataset[Any]):
         """
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(self.size))]
-        if isinstance(at, Sequence) or getattr(at, "ndim", 0):
+        if isinstance(at, Sequence) or getattr(at, "ndim", 0) > 0:
             return [self[number] for number in np.asarray(at).ravel().tolist()]
         number = operator.index(at)
         if not -self.size <= number < self.size:
@@ -189,38 +202,93 @@ class StreamingDataset(IterableDataset[Any]):
     def _begin(self) -> Start:
         if self._channel is not None:
             return self._channel.heard()
-        begin = self._book.begin if get_worker_info() is None else self._book.begin_in_worker
-        epoch, sample = begin(is_vague=self.batch_size is None)
+        if get_worker_info() is None:
+            epoch, sample = self._book.begin(self._normal)
+        else:
+            epoch, sample = self._book.begin_in_worker(self._normal, is_vague=self.batch_size is None)
         return Start(epoch=epoch, sample=sample, batch_size=self.batch_size or 1)
+
+    def begin_epoch(self, *, batch_size: int, drop_last: bool) -> Start:
+        """Begin the next iteration, in the main process; for a loader, which tells its workers by `tell`.
+
+        Args:
+            batch_size: Samples of one batch of one rank.
+            drop_last: Whether a last batch that is not full is left out.
+        """
+        world = self._world()
+        least = batch_size * world.num_ranks if drop_last else 1
+        epoch, sample = self._book.begin(functools.partial(self._normal, least=least))
+        return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
+
+    @contextlib.contextmanager
+    def told_by(self, channel: Channel) -> Iterator[None]:
+        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
+        self._channel = channel
+        try:
+            yield
+        finally:
+            self._channel = None
+
+    def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
+        left = self._num_positions(self._world()) - sample
+        return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
         info = get_worker_info()
         if info is None or info.id == 0:
-            self._book.note(start.epoch, start.sample)
+            self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: Start, world: World) -> Plan:
-        order = self._order(start.epoch, world)
-        _, sample = normalised(0, start.sample, num_positions=order.num_positions)
-        deal = Deal(
-            num_positions=order.num_positions,
-            start=sample,
+        return Plan(self._order(start.epoch, world), self.deal(start, world))
+
+    def deal(self, start: Start, world: World) -> Deal:
+        """Return how what is left of an epoch is dealt to the readers.
+
+        Args:
+            start: Where it begins.
+            world: Who reads.
+        """
+        return Deal(
+            num_positions=self._num_positions(world),
+            start=start.sample,
             world=world,
             batch_size=start.batch_size or 1,
-            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world),
+            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
         )
-        return Plan(order, deal)
+
+    def _num_positions(self, world: World) -> int:
+        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
 
     def _order(self, epoch: int, world: World) -> EpochOrder:
         return self._ordering.of(epoch, self._book.seeding, world)
 
     def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
-        is_own = type(self).__getitem__ is not StreamingDataset.__getitem__
-        with contextlib.closing(self._ahead(plan, num_taken)) as ahead:
-            for ids in plan.blocks(num_taken, at_most=self._shards.block_samples):
-                if is_own:
-                    yield from map(self.__getitem__, ids.tolist())
+        is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
+        at_most, place = self._shards.block_samples, num_taken
+        with self._prefetcher(plan, num_taken) as ahead:
+            wait = None if ahead is None else ahead.wait
+            for ids in plan.blocks(num_taken, at_most=at_most):
+                if ahead is not None:
+                    ahead.advance(place)
+                place += len(ids)
+                if is_plain:
+                    yield from self._shards.samples(ids, wait)
                 else:
-                    yield from self._shards.samples(ids, ahead.fetch)
+                    yield from self._own_samples(ids, wait)
+
+    def _own_samples(self, ids: Ids, wait: Wait | None) -> Iterator[Any]:
+        """Yield what a derived class makes of samples."""
+        shards, _ = self._shards.locate(ids)
+        for number, shard in zip(ids.tolist(), shards.tolist(), strict=True):
+            self._shards.reader(shard, wait)
+            yield self[number]
+
+    def _prefetcher(self, plan: Plan, num_taken: int) -> contextlib.AbstractContextManager[Prefetcher | None]:
+        caches = self._shards.caches
+        if not any(cache.has_remote for cache in caches):
+            return contextlib.nullcontext()
+        needs = self._shards.needs(plan.blocks(num_taken, at_most=self._shards.block_samples), num_taken)
+        return Prefetcher(caches, needs, predownload=self.predownload or 8 * (self.batch_size or 8))
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Return the place in the epoch, as a state that is the same on every rank.
@@ -232,5 +300,84 @@ class StreamingDataset(IterableDataset[Any]):
         Raises:
             StreamingError: If the place can't be told, since several workers take turns in batches of unknown size.
         """
+        if num_samples and self._book.is_vague:
+            raise StreamingError(
+                "Several data-loading workers take turns in batches whose size this data set was not told, so which"
+                " samples were consumed can't be told from their number. Pass batch_size= to StreamingDataset, or use"
+                " StreamingDataLoader."
+            )
         epoch, start = self._book.place
-        return self._state_at(epoch, num_samples if from_beginning else start + num_samples)
+        return self.state_at(epoch, num_samples if from_beginning else start + num_samples)
+
+    def state_at(self, epoch: int, sample: int, *, least: int = 1) -> dict[str, Any]:
+        """Return the state of a place.
+
+        Args:
+            epoch: Which.
+            sample: How many samples of it all ranks together have consumed.
+            least: How many have to be left; with fewer it is the beginning of the next epoch.
+        """
+        world, seeding = self._world(), self._book.seeding
+        epoch, sample = self._normal(epoch, sample, least=least)
+        return {
+            "epoch": epoch,
+            "sample_in_epoch": sample,
+            "shuffle_seed": seeding.seed,
+            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, world.num_nodes),
+            "initial_physical_nodes": seeding.initial_nodes or world.num_nodes,
+            "version": VERSION,
+            "order": self._ordering.describe(),
+            "fingerprint": dict(self._fingerprint),
+        }
+
+    def load_state_dict(self, obj: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next iteration begin at the place of a state, of this class or of the original library's.
+
+        Args:
+            obj: The state.
+            strict: Whether other data, or another order, is an error; else it is a warning.
+
+        Raises:
+            ValueError: If it is no state of a streaming data set.
+            FingerprintMismatchError: If it was saved with other data, or in another order.
+        """
+        epoch, sample = checked_place(obj)
+        differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT)
+        differing += differences(obj.get("order", {}), self._ordering.describe(), ORDER)
+        if differing and strict:
+            raise mismatch(differing)
+        if differing:
+            _log.warning("The state is of other data or of another order: %s.", "; ".join(differing))
+        if "order" not in obj and self.shuffle and not self._ordering.is_original:
+            _log.warning(
+                "The state does not say in which order it was saved, as one of the original library. This data set"
+                " shuffles by %r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the"
+                " original's default), 'py1s', 'py1br', 'py2s' or 'naive': the one that the run began with.",
+                self._ordering.describe()["shuffle_algo"],
+            )
+        nodes = obj.get("initial_physical_nodes")
+        seeding = Seeding(
+            seed=int(obj["shuffle_seed"]),
+            num_canonical_nodes=int(obj["num_canonical_nodes"]) if obj["num_canonical_nodes"] else None,
+            initial_nodes=int(nodes) if nodes else None,
+        )
+        self._book.put(epoch, sample, seeding)
+        _log.info("Resumed at epoch %d, sample %d.", epoch, sample)
+
+    def _world(self) -> World:
+        handed = self._handed_world
+        world = handed.world if handed is not None and handed.is_for_this_worker else current_world()
+        return world.replicated(self.replication) if self.replication else world
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_handed_world": HandedWorld.of_this_process()}
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")

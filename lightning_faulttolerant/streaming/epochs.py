@@ -10,18 +10,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.ordering import Seeding
 from lightning_faulttolerant.streaming.world import World
 
-_NEXT_EPOCH, _NEXT_SAMPLE, _EPOCH, _SAMPLE, _IS_VAGUE, _HEADER = 0, 1, 2, 3, 4, 8
+_NEXT_EPOCH, _NEXT_SAMPLE, _EPOCH, _SAMPLE, _IS_VAGUE, _IS_MOVED, _SEED, _PARTS, _NODES, _HEADER = range(10)
 _SLOTS, _SLOT = 64, 4  # a slot: pool, iteration of the pool, epoch, sample
 _WAIT_SECONDS = 120.0
 _POLL_SECONDS = 0.001
+
+# From epoch and sample: the same place, where the end of an epoch is the beginning of the next one.
+Normal = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +47,18 @@ class Start:
 
 
 class EpochBook:
-    """Keeps the epoch that is next, and the one that is under way."""
+    """Keeps the epoch that is next, the one that is under way, and what a loaded state says of the order.
 
-    def __init__(self) -> None:
-        self._numbers = torch.zeros(_HEADER + _SLOTS * _SLOT, dtype=torch.int64).share_memory_()
+    Args:
+        seeding: Of the order, until a state is loaded.
+    """
+
+    def __init__(self, seeding: Seeding) -> None:
+        self._numbers = _shared_zeros(_HEADER + _SLOTS * _SLOT)
         self._numbers[_HEADER:] = -1
-        self._numbers[_EPOCH] = -1
+        self.num_put = 0
+        """How many times this process has said where the next iteration begins."""
+        self.put(0, 0, seeding)
         self._pool: int | None = None
         self._num_begun = 0
 
@@ -62,29 +73,54 @@ class EpochBook:
         return bool(self._numbers[_IS_VAGUE])
 
     @property
+    def is_moved(self) -> bool:
+        """Whether the iterator of the last iteration was moved to another place by a state of its own."""
+        return bool(self._numbers[_IS_MOVED])
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was an iteration since a state was loaded."""
+        return bool(self._numbers[_EPOCH] >= 0)
+
+    @property
     def place(self) -> tuple[int, int]:
         """Epoch, and samples consumed of it, where the last iteration began; where the next one begins if none has."""
-        at = _NEXT_EPOCH if self._numbers[_EPOCH] < 0 else _EPOCH
+        at = _EPOCH if self.has_begun else _NEXT_EPOCH
         epoch, sample = self._numbers[at : at + 2].tolist()
         return epoch, sample
 
-    def put(self, epoch: int, sample: int) -> None:
-        """Let the next iteration begin there."""
-        self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch, sample
-        self._numbers[_EPOCH], self._numbers[_IS_VAGUE] = -1, 0
+    @property
+    def seeding(self) -> Seeding:
+        """What the order is drawn from."""
+        seed, parts, nodes = self._numbers[_SEED : _NODES + 1].tolist()
+        return Seeding(seed=seed, num_canonical_nodes=parts or None, initial_nodes=nodes or None)
 
-    def note(self, epoch: int, sample: int, *, is_vague: bool = False) -> None:
-        """Note that an iteration has begun there; the next one is the next epoch."""
-        self._numbers[_EPOCH], self._numbers[_SAMPLE], self._numbers[_IS_VAGUE] = epoch, sample, int(is_vague)
+    def put(self, epoch: int, sample: int, seeding: Seeding) -> None:
+        """Let the next iteration begin there."""
+        self._numbers[_SEED] = seeding.seed
+        self._numbers[_PARTS], self._numbers[_NODES] = seeding.num_canonical_nodes or 0, seeding.initial_nodes or 0
+        self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch, sample
+        self._numbers[_EPOCH], self._numbers[_IS_VAGUE], self._numbers[_IS_MOVED] = -1, 0, 0
+        self.num_put += 1
+
+    def note(self, epoch: int, sample: int, *, is_vague: bool = False, is_moved: bool = False) -> None:
+        """Note that an iteration has begun there, or was moved there; the next one is the next epoch."""
+        self._numbers[_EPOCH], self._numbers[_SAMPLE] = epoch, sample
+        self._numbers[_IS_VAGUE], self._numbers[_IS_MOVED] = int(is_vague), int(is_moved)
         self._numbers[_NEXT_EPOCH], self._numbers[_NEXT_SAMPLE] = epoch + 1, 0
 
-    def begin(self, *, is_vague: bool = False) -> tuple[int, int]:
-        """Begin the next iteration in this process; return its epoch and its first sample."""
-        epoch, sample = self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist()
+    def begin(self, normal: Normal, *, is_vague: bool = False) -> tuple[int, int]:
+        """Begin the next iteration in this process; return its epoch and its first sample.
+
+        Args:
+            normal: Returns the beginning of the next epoch for the end of one.
+            is_vague: Whether the place in this iteration can't be told.
+        """
+        epoch, sample = normal(*self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist())
         self.note(epoch, sample, is_vague=is_vague)
         return epoch, sample
 
-    def begin_in_worker(self, *, is_vague: bool = False) -> tuple[int, int]:
+    def begin_in_worker(self, normal: Normal, *, is_vague: bool = False) -> tuple[int, int]:
         """Begin the next iteration in one of the workers of a loader that has said nothing; return the same.
 
         Raises:
@@ -97,7 +133,7 @@ class EpochBook:
         iteration, self._num_begun = self._num_begun, self._num_begun + 1
         at = _HEADER + _SLOT * (self._pool % _SLOTS)
         if info.id == 0:
-            epoch, sample = self.begin(is_vague=is_vague and info.num_workers > 1)
+            epoch, sample = self.begin(normal, is_vague=is_vague and info.num_workers > 1)
             self._numbers[at] = -1
             # In this order: who reads the number of the iteration reads the place behind it.
             self._numbers[at + 2], self._numbers[at + 3] = epoch, sample
@@ -121,6 +157,12 @@ class EpochBook:
             time.sleep(_POLL_SECONDS)
 
 
+def _shared_zeros(size: int) -> torch.Tensor:
+    numbers = torch.zeros(size, dtype=torch.int64)
+    numbers.share_memory_()  # type: ignore[no-untyped-call]
+    return numbers
+
+
 def _pool_of(worker: int) -> int:
     """Return a number that the workers of one iterator have in common, and those of no other one of this process."""
     # A process numbers its children, and a loader makes its workers one behind the other. The number is in the name.
@@ -141,7 +183,7 @@ class Channel:
     """
 
     def __init__(self, *, is_shared: bool) -> None:
-        self._numbers = torch.zeros(2, dtype=torch.int64).share_memory_() if is_shared else None
+        self._numbers = _shared_zeros(2) if is_shared else None
         self._start: Start | None = None
 
     def tell(self, start: Start) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_faulttolerant.streaming.cache import ShardCache
-from lightning_faulttolerant.streaming.format import open_shard
+from lightning_faulttolerant.errors import MissingShardError
+from lightning_faulttolerant.streaming.cache import Need, ShardCache, parse_bytes
 from lightning_faulttolerant.streaming.format.info import ShardInfo
+from lightning_faulttolerant.streaming.format.opening import open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
 Ids = npt.NDArray[np.int64]
-# Which directory a shard is in once it is here: of a stream, a shard of it.
-Fetch = Callable[[int, int], str]
+# Told the stream and the shard that is needed now, before it is opened; raises what went wrong with it before.
+Wait = Callable[[int, int], object]
 
 _MAX_BLOCK_SAMPLES = 2048
 _BLOCK_BYTES = 1 << 20
@@ -40,17 +41,26 @@ class Shards:
     Args:
         streams: In their order.
         allow_unsafe_types: Read pickled columns too.
+        limit: Of the caches, if they have one: shards that were fetched may be gone later.
     """
 
-    def __init__(self, streams: Sequence[OpenedStream], *, allow_unsafe_types: bool = False) -> None:
+    def __init__(
+        self,
+        streams: Sequence[OpenedStream],
+        *,
+        allow_unsafe_types: bool = False,
+        limit: int | str | None = None,
+    ) -> None:
         self._streams = tuple(streams)
         self._allow_unsafe_types = allow_unsafe_types
+        self._may_evict = limit is not None
         sizes = [shard.num_samples for stream in streams for shard in stream.shards]
         self._stops = np.cumsum(np.array(sizes, np.int64))
         self._starts = self._stops - np.array(sizes, np.int64)
         counts = [len(stream.shards) for stream in streams]
         self._first_of_stream = np.cumsum([0, *counts])
         num_bytes = sum(file.num_bytes for stream in streams for shard in stream.shards for file in shard.files)
+        self._max_open = _max_mapped(limit, num_bytes // max(1, sum(counts)))
         mean_bytes = num_bytes // max(1, self.num_samples)
         self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
         self._set_up()
@@ -58,11 +68,9 @@ class Shards:
     def _set_up(self) -> None:
         self._readers: dict[int, ShardReader] = {}
         self._lock = threading.Lock()
-        # A mapped file keeps one of the process's file descriptors.
-        self._max_open = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock", "_max_open")}
+        return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -91,20 +99,23 @@ class Shards:
         stream = int(np.searchsorted(self._first_of_stream, shard, side="right")) - 1
         return stream, shard - int(self._first_of_stream[stream])
 
-    def fetch(self, stream: int, shard: int) -> str:
-        """Return the directory of a shard's files, which are fetched now if they are not there."""
-        return self._streams[stream].cache.fetch(shard)
+    @property
+    def caches(self) -> list[ShardCache]:
+        """Of each stream."""
+        return [stream.cache for stream in self._streams]
 
-    def reader(self, shard: int, fetch: Fetch) -> ShardReader:
-        """Return the reader of a shard; its files are waited for if they are not here."""
+    def reader(self, shard: int, wait: Wait | None = None) -> ShardReader:
+        """Return the reader of a shard; its files are fetched if they are not here."""
         reader = self._readers.get(shard)
-        return self._opened(shard, fetch) if reader is None else reader
+        return self._opened(shard, wait) if reader is None else reader
 
-    def _opened(self, shard: int, fetch: Fetch) -> ShardReader:
+    def _opened(self, shard: int, wait: Wait | None) -> ShardReader:
         stream, number = self.stream_of(shard)
-        directory = fetch(stream, number)
-        info = self._streams[stream].shards[number]
-        reader = open_shard(info, directory, allow_unsafe_types=self._allow_unsafe_types)
+        if wait is not None:
+            wait(stream, number)
+        opened = self._streams[stream]
+        opener = _opener(opened.shards[number], allow_unsafe_types=self._allow_unsafe_types)
+        reader = opened.cache.open(number, opener)
         with self._lock:
             self._readers[shard] = reader
             while len(self._readers) > self._max_open:
@@ -115,13 +126,32 @@ class Shards:
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample."""
         shards, places = self.locate(np.array([number], np.int64))
-        return self.reader(int(shards[0]), self.fetch)[int(places[0])]
+        return self.reader(int(shards[0]))[int(places[0])]
 
-    def samples(self, ids: Ids, fetch: Fetch) -> Iterator[dict[str, Any]]:
+    def needs(self, blocks: Iterator[Ids], place: int) -> Iterator[Need]:
+        """Yield the shards that blocks of samples need, each once, or in each block again if shards are evicted.
+
+        Args:
+            blocks: Ids of samples, in the order of their need.
+            place: Of the first sample, in what the process reads.
+        """
+        known: set[int] = set()
+        for ids in blocks:
+            shards, first = np.unique(np.searchsorted(self._stops, ids, side="right"), return_index=True)
+            for at in np.argsort(first).tolist():
+                shard = int(shards[at])
+                if shard not in known:
+                    known.add(shard)
+                    yield Need(place + int(first[at]), *self.stream_of(shard))
+            place += len(ids)
+            if self._may_evict:
+                known.clear()
+
+    def samples(self, ids: Ids, wait: Wait | None = None) -> Iterator[dict[str, Any]]:
         """Yield samples in the order of `ids`; those of one shard are decoded together."""
         shards, places = self.locate(ids)
         if len(ids) and (shards == shards[0]).all():
-            yield from self.reader(int(shards[0]), fetch).samples(places)
+            yield from self.reader(int(shards[0]), wait).samples(places)
             return
         order = np.argsort(shards, kind="stable")
         in_order = shards[order]
@@ -129,10 +159,27 @@ class Shards:
         samples: list[Any] = [None] * len(ids)
         for begin, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(ids)], strict=True):
             where = order[begin:stop]
-            reader = self.reader(int(in_order[begin]), fetch)
+            reader = self.reader(int(in_order[begin]), wait)
             for place, sample in zip(where.tolist(), reader.samples(places[where]), strict=True):
                 samples[place] = sample
         # Given away one by one: nobody is kept waiting to have his memory back.
         samples.reverse()
         while samples:
             yield samples.pop()
+
+
+def _max_mapped(limit: int | str | None, mean_bytes: int) -> int:
+    # A mapped file keeps one of the process's file descriptors, and its room on the disk even if it is evicted.
+    most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    return most if limit is None else min(most, max(1, parse_bytes(limit) // max(1, 4 * mean_bytes)))
+
+
+def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], ShardReader]:
+    def opener(directory: str) -> ShardReader:
+        try:
+            return open_shard(info, directory, allow_unsafe_types=allow_unsafe_types)
+        except MissingShardError as error:
+            # Evicted by another process since it was fetched: so the cache knows that it has to fetch it again.
+            raise FileNotFoundError(str(error)) from error
+
+    return opener

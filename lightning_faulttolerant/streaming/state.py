@@ -7,7 +7,7 @@ Paths are no part of it: the data may have moved.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
@@ -15,7 +15,7 @@ from lightning_faulttolerant.streaming.format.info import ShardInfo
 
 VERSION = 1
 _PLACE = ("epoch", "sample_in_epoch", "shuffle_seed", "num_canonical_nodes")
-_WHAT = {
+WHAT = {
     "num_samples": "number of samples",
     "num_shards": "number of shards",
     "num_bytes": "bytes in all shards",
@@ -23,6 +23,7 @@ _WHAT = {
     "basenames": "names of the files",
     "sizes": "sizes of the files",
 }
+"""What a fingerprint says, by its key."""
 
 Fingerprint = dict[str, Any]
 
@@ -34,13 +35,14 @@ def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:
         "num_samples": sum(shard.num_samples for shard in shards),
         "num_shards": len(shards),
         "num_bytes": sum(file.num_bytes for file in files),
-        "samples": _digest(shard.num_samples for shard in shards),
-        "basenames": _digest(file.basename for file in files),
-        "sizes": _digest(file.num_bytes for file in files),
+        "samples": digest(shard.num_samples for shard in shards),
+        "basenames": digest(file.basename for file in files),
+        "sizes": digest(file.num_bytes for file in files),
     }
 
 
-def _digest(values: Any) -> str:
+def digest(values: Iterable[object]) -> str:
+    """Return a short text that differs where the values do."""
     return hashlib.blake2b("\0".join(map(str, values)).encode(), digest_size=8).hexdigest()
 
 
@@ -63,7 +65,7 @@ def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
     return (0, 0) if epoch < 0 else (epoch, max(0, sample))
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], what: Mapping[str, str] = _WHAT) -> list[str]:
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], what: Mapping[str, str]) -> list[str]:
     """Return what differs between two fingerprints, each with both values."""
     return [
         f"{text}: {saved[key]} -> {now[key]}"

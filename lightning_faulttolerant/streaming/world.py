@@ -6,6 +6,7 @@ process group is made here, and no device is touched.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,8 +40,8 @@ class World:
             raise StreamingError(f"There is no such reader: {self}. Set RANK and WORLD_SIZE as the launcher should.")
         if self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
             raise StreamingError(
-                f"{self.num_ranks} ranks can't be {self.ranks_per_node} on each node. Set LOCAL_WORLD_SIZE to the number"
-                " of ranks on a node, equal on all nodes, or unset it."
+                f"{self.num_ranks} ranks can't be {self.ranks_per_node} on each node. Set LOCAL_WORLD_SIZE to the"
+                " number of ranks on a node, equal on all nodes, or unset it."
             )
 
     @property
@@ -95,6 +96,33 @@ def current_world(environment: Mapping[str, str] | None = None) -> World:
         rank = int(env["SLURM_PROCID"])
         return World(rank=rank, num_ranks=num_ranks, ranks_per_node=_ranks_per_node(env, num_ranks))
     return World()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HandedWorld:
+    """What a main process found out, for a worker that it starts anew and that may find out something else.
+
+    Args:
+        process_id: Of the main process.
+        world: Of that process.
+    """
+
+    process_id: int
+    world: World
+
+    @classmethod
+    def of_this_process(cls) -> HandedWorld | None:
+        """Return that of this process, if it can be told here."""
+        try:
+            return cls(process_id=os.getpid(), world=current_world())
+        except StreamingError:
+            return None
+
+    @property
+    def is_for_this_worker(self) -> bool:
+        """Whether this process is a data-loading worker of that one."""
+        parent = multiprocessing.parent_process()
+        return get_worker_info() is not None and parent is not None and parent.pid == self.process_id
 
 
 def _rank(env: Mapping[str, str], num_ranks: int) -> int:

@@ -3,13 +3,17 @@
 from lightning_faulttolerant.streaming.order.deal import Deal, normalised, positions_of_step
 from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
+from lightning_faulttolerant.streaming.order.originals import SHUFFLES, default_canonical_nodes, kept_nodes
 
 __all__ = [
+    "SHUFFLES",
     "Deal",
     "EpochOrder",
     "Shares",
     "Weight",
+    "default_canonical_nodes",
     "epoch_order",
+    "kept_nodes",
     "normalised",
     "positions_of_step",
     "shares_of_streams",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 
 from lightning_faulttolerant.streaming.order.draws import Ints, key_of, numbers, permutation
 from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows, Rows
 from lightning_faulttolerant.streaming.order.units import Recent, Units, grouped
 
 SHARDS_PER_BLOCK = 8
+# A block of more samples is read as several, each with a piece of each of its shards.
+MAX_BLOCK_SAMPLES = 1 << 17
 
 
 class SequentialOrder:
@@ -58,7 +63,8 @@ class BlockOrder:
     neighbouring shards are alike need no larger block; data of which each shard is all of one kind do.
 
     Cost: memory for the list of shards and one block for each canonical node; a start or a resume permutes the shards,
-    and the samples of the blocks in which it goes on.
+    and the samples of the blocks in which it goes on. Where the shards are so large that a block would have more than
+    131,072 samples, it is read in slices of about so many, each with a piece of each of its shards.
 
     Args:
         units: What the epoch reads.
@@ -77,15 +83,16 @@ class BlockOrder:
         self._seed = seed
         self._epoch = epoch
         bounds = self._rows.bounds
-        unit, begin, size, row = _parts(units, bounds, seed=seed)
-        drawn = numbers(key_of("shards", seed, epoch), len(unit))
+        parts, row = _parts(units, bounds, seed=seed)
+        drawn = numbers(key_of("shards", seed, epoch), len(row))
         order = np.lexsort((drawn, row))
-        self._unit, self._begin, self._size, row = unit[order], begin[order], size[order], row[order]
-        starts = np.cumsum(self._size) - self._size
-        block = _blocks_of(self._size, starts - bounds[row], row, bounds, block_size)
+        parts, row = parts.of(order), row[order]
+        starts = np.cumsum(parts.size) - parts.size
+        block = _blocks_of(starts - bounds[row], row, bounds, block_size)
         changes = (np.diff(block, prepend=-1) != 0) | (np.diff(row, prepend=-1) != 0)
-        self._first_part = np.append(np.flatnonzero(changes), len(order))
-        self._starts = np.append(starts[self._first_part[:-1]], units.num_samples)
+        self._parts, block = _sliced(parts, np.cumsum(changes) - 1, drawn[order])
+        self._first_part = np.searchsorted(block, np.arange(block.max(initial=-1) + 2))
+        self._starts = np.append(0, np.cumsum(self._parts.size))[self._first_part]
         # Each row reads in one block, in two where one ends; a thread that looks ahead is in others.
         self._tables = Recent(self._table, at_most=2 * num_canonical_nodes + 2)
 
@@ -110,19 +117,38 @@ class BlockOrder:
 
     def _table(self, block: int) -> Ints:
         """The ids of a block, in order."""
-        parts = range(self._first_part[block], self._first_part[block + 1])
-        spans = (
-            self._units.ids(int(self._unit[part]), int(self._begin[part]), int(self._begin[part] + self._size[part]))
-            for part in parts
+        unit, begin, size = (
+            array[self._first_part[block] : self._first_part[block + 1]].tolist()
+            for array in (self._parts.unit, self._parts.begin, self._parts.size)
         )
+        spans = (self._units.ids(*part) for part in zip(unit, begin, np.add(begin, size).tolist(), strict=True))
         ids = np.concatenate([*spans])
         return ids[permutation(key_of("samples", self._seed, self._epoch, block), len(ids))]
 
 
-def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[Ints, Ints, Ints, Ints]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """Parts of units.
+
+    Args:
+        unit: Of which unit each is a part.
+        begin: Where in the unit it begins.
+        size: How many samples it has.
+    """
+
+    unit: Ints
+    begin: Ints
+    size: Ints
+
+    def of(self, which: Ints) -> _Parts:
+        """Some of the parts, in an order."""
+        return _Parts(unit=self.unit[which], begin=self.begin[which], size=self.size[which])
+
+
+def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[_Parts, Ints]:
     """Deal the shards to the rows, the same in every epoch, and cut those that lie over a bound.
 
-    Returns the unit of each part, where in the unit it begins, its size, and its row.
+    Returns the parts, and the row of each.
     """
     place = np.empty(units.num_shards, np.int64)
     place[permutation(key_of("rows", seed), len(place))] = np.arange(len(place))
@@ -136,10 +162,11 @@ def _parts(units: Units, bounds: Ints, *, seed: int) -> tuple[Ints, Ints, Ints, 
     edges = np.insert(starts, places[is_new], cuts[is_new])
     begins, sizes = edges[:-1], np.diff(edges)
     where = np.searchsorted(stops, begins, side="right")
-    return order[where], begins - starts[where], sizes, np.searchsorted(bounds[1:], begins, side="right")
+    parts = _Parts(unit=order[where], begin=begins - starts[where], size=sizes)
+    return parts, np.searchsorted(bounds[1:], begins, side="right")
 
 
-def _blocks_of(size: Ints, starts: Ints, row: Ints, bounds: Ints, block_size: int | None) -> Ints:
+def _blocks_of(starts: Ints, row: Ints, bounds: Ints, block_size: int | None) -> Ints:
     """Number the block of each part within its row: blocks of a row are as equal as whole parts go."""
     if block_size is None:
         lengths = np.bincount(row, minlength=len(bounds) - 1)
@@ -150,3 +177,23 @@ def _blocks_of(size: Ints, starts: Ints, row: Ints, bounds: Ints, block_size: in
         counts = np.maximum(1, (lengths + block_size // 2) // block_size)
     blocks: Ints = places * counts[row] // lengths[row]
     return blocks
+
+
+def _sliced(parts: _Parts, block: Ints, drawn: npt.NDArray[np.uint64]) -> tuple[_Parts, Ints]:
+    """Make several blocks of one that has too many samples: each has a piece of each of its parts, in random order.
+
+    Returns the parts and the block of each.
+    """
+    num_slices = -(-np.bincount(block, weights=parts.size).astype(np.int64) // MAX_BLOCK_SAMPLES)
+    if (num_slices <= 1).all():
+        return parts, block
+    times = num_slices[block]
+    part = np.repeat(np.arange(len(block)), times)
+    piece = np.arange(len(part)) - np.repeat(np.cumsum(times) - times, times)
+    begin = parts.size[part] * piece // times[part]
+    size = parts.size[part] * (piece + 1) // times[part] - begin
+    turn = (piece + (drawn % times.astype(np.uint64)).astype(np.int64)[part]) % times[part]
+    of_slice = (np.cumsum(num_slices) - num_slices)[block[part]] + turn
+    order = np.argsort(of_slice, kind="stable")
+    sliced = _Parts(unit=parts.unit[part], begin=parts.begin[part] + begin, size=size)
+    return sliced.of(order), of_slice[order]

@@ -6,6 +6,7 @@ the number of nodes, and deals them to its ranks in turn. A rank's worker ``w`` 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,8 @@ def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -
         world: Who reads.
         batch_size: Samples of one batch of one rank.
     """
-    num_nodes, ranks_per_node = nodes_of(world)
-    node, rank_of_node = divmod(world.rank, ranks_per_node)
-    base = start + step * world.num_ranks * batch_size
-    first = base + (node - base) % num_nodes
-    return first + num_nodes * (rank_of_node + ranks_per_node * np.arange(batch_size, dtype=np.int64))
+    deal = Deal(num_positions=sys.maxsize, start=start, world=world, batch_size=batch_size)
+    return deal.positions(step)
 
 
 def nodes_of(world: World) -> tuple[int, int]:
@@ -84,15 +82,11 @@ class Deal:
     @property
     def num_full_steps(self) -> int:
         """How many steps there are from here that take a position for each of their samples: no repeats."""
-        return (self.num_positions - self.start) // (self.world.num_ranks * self.batch_size)
+        return (self.num_positions - self.start) // self._of_step
 
     def positions(self, step: int) -> Ints:
         """Return the positions of the batch of this rank in a step, counted from ``start``, in order."""
-        if step < self.num_full_steps:
-            if self._is_dealt_anew:
-                return self._dealt_anew(step)
-            return positions_of_step(step, start=self.start, world=self.world, batch_size=self.batch_size)
-        return self._last(step)
+        return self._full(np.array([step]))[0] if step < self.num_full_steps else self._last(step)
 
     def positions_of_worker(self, first: int, count: int) -> list[Ints]:
         """Return the positions of ``count`` batches of this worker, of which it has read ``first``.
@@ -101,7 +95,27 @@ class Deal:
         """
         world = self.world
         steps = range(world.worker + first * world.num_workers, self.num_steps, world.num_workers)[:count]
-        return [self.positions(step) for step in steps]
+        full = range(steps.start, min(steps.stop, self.num_full_steps), steps.step)
+        return [*self._full(np.array(full, np.int64)), *map(self._last, steps[len(full) :])]
+
+    def _full(self, steps: Ints) -> Ints:
+        """The positions in full steps, one row for each: one column for each sample."""
+        num_nodes, ranks_per_node = nodes_of(self.world)
+        of_batch = np.arange(self.batch_size, dtype=np.int64)
+        if self.initial_nodes is None or self._of_step % (self.initial_nodes * ranks_per_node):
+            device, place = np.full_like(of_batch, self.world.rank), of_batch
+        else:
+            num_nodes = self.initial_nodes
+            in_turn = self.world.rank * self.batch_size + of_batch
+            device, place = np.divmod(in_turn, self._of_step // (num_nodes * ranks_per_node))
+        node, rank_of_node = np.divmod(device, ranks_per_node)
+        base = self.start + steps[:, None] * self._of_step
+        positions: Ints = base + (node - base) % num_nodes + num_nodes * (rank_of_node + ranks_per_node * place)
+        return positions
+
+    @property
+    def _of_step(self) -> int:
+        return self.world.num_ranks * self.batch_size
 
     def _last(self, step: int) -> Ints:
         """The positions in a step that may have to repeat some."""
@@ -117,26 +131,6 @@ class Deal:
         has_enough = ranks_per_node + missing - 1 <= of_node
         again = places - ranks_per_node - missing + 1 if has_enough else places % of_node
         return first + num_nodes * np.where(places < of_node, places, again)
-
-    @property
-    def _is_dealt_anew(self) -> bool:
-        if self.initial_nodes is None:
-            return False
-        _, ranks_per_node = nodes_of(self.world)
-        return self.world.num_ranks * self.batch_size % (self.initial_nodes * ranks_per_node) == 0
-
-    def _dealt_anew(self, step: int) -> Ints:
-        assert self.initial_nodes is not None
-        _, ranks_per_node = nodes_of(self.world)
-        samples = self.world.num_ranks * self.batch_size
-        base = self.start + step * samples
-        places = self.world.rank * self.batch_size + np.arange(self.batch_size, dtype=np.int64)
-        of_rank = samples // (self.initial_nodes * ranks_per_node)
-        device, place = np.divmod(places, of_rank)
-        node, rank_of_node = np.divmod(device, ranks_per_node)
-        of_node = rank_of_node + ranks_per_node * place
-        positions: Ints = base + (node - base) % self.initial_nodes + self.initial_nodes * of_node
-        return positions
 
 
 def normalised(epoch: int, position: int, *, num_positions: int) -> tuple[int, int]:

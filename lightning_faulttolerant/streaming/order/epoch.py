@@ -10,7 +10,9 @@ import numpy as np
 from lightning_faulttolerant.streaming.order.blocks import BlockOrder, SequentialOrder
 from lightning_faulttolerant.streaming.order.draws import Ints
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
-from lightning_faulttolerant.streaming.order.rows import EvenRows
+from lightning_faulttolerant.streaming.order.originals import SHUFFLES, TableOrder, shuffled
+from lightning_faulttolerant.streaming.order.resampling import Draw, resampled
+from lightning_faulttolerant.streaming.order.rows import EvenRows, PaddedRows
 from lightning_faulttolerant.streaming.order.units import Units, units_of
 
 DEFAULT = "blocks"
@@ -56,7 +58,8 @@ def epoch_order(
         epoch: Which one, from 0.
         seed: Of the order.
         shuffle: Whether the samples are shuffled.
-        algorithm: ``"blocks"``, which ``None`` stands for, or one of the original library's.
+        algorithm: ``"blocks"``, which ``None`` stands for (see `BlockOrder`), or the name of one of the original
+            library's, whose order is then that of the original library with and without ``shuffle``.
         block_size: What the algorithm takes for a block, in samples.
         num_canonical_nodes: How many parts of the data set are read side by side.
         num_nodes: How many nodes read; only some orders of the original library depend on it.
@@ -65,13 +68,37 @@ def epoch_order(
         sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
     """
     _check(locals())
-    if chosen is None:
-        chosen = [int(np.sum(sizes)) for sizes in shard_sizes]
-    draw = (seed, epoch) if shuffle and sampling_method == "balanced" else (seed,)
-    units = _units(shard_sizes, chosen, granularity=sampling_granularity, draw=draw)
-    if shuffle:
+    sizes = [np.asarray(of_stream, np.int64) for of_stream in shard_sizes]
+    chosen = [int(of_stream.sum()) for of_stream in sizes] if chosen is None else chosen
+    draw = Draw(
+        seed=seed,
+        epoch=epoch,
+        shuffle=shuffle,
+        is_balanced=sampling_method == "balanced",
+        granularity=sampling_granularity,
+    )
+    num_samples = sum(chosen)
+    if algorithm is None or algorithm == DEFAULT:
+        units = _units(sizes, chosen, draw)
+        if not shuffle:
+            return SequentialOrder(units, EvenRows(num_samples=num_samples, num_rows=num_canonical_nodes))
         return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
-    return SequentialOrder(units, EvenRows(num_samples=units.num_samples, num_rows=num_canonical_nodes))
+    rows = PaddedRows(num_samples=num_samples, num_rows=num_canonical_nodes, num_nodes=num_nodes)
+    if not shuffle and all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True)):
+        return SequentialOrder(_units(sizes, chosen, draw), rows)
+    of_units, ids = resampled(sizes, chosen, draw)
+    if shuffle:
+        ids = ids[
+            shuffled(
+                algorithm,
+                of_units,
+                num_canonical_nodes=num_canonical_nodes,
+                seed=seed,
+                epoch=epoch,
+                block_size=block_size,
+            )
+        ]
+    return TableOrder(ids, rows)
 
 
 def _check(given: dict[str, object]) -> None:
@@ -85,20 +112,16 @@ def _check(given: dict[str, object]) -> None:
             raise ValueError(f"{name} must be an integer of at least 0, not {value!r}.")
     if given["sampling_method"] not in ("balanced", "fixed"):
         raise ValueError(f"sampling_method must be 'balanced' or 'fixed', not {given['sampling_method']!r}.")
-    if given["algorithm"] not in (None, DEFAULT):
-        raise ValueError(f"shuffle_algo must be {DEFAULT!r}, not {given['algorithm']!r}.")
+    known = (DEFAULT, *SHUFFLES)
+    if given["algorithm"] is not None and given["algorithm"] not in known:
+        raise ValueError(f"shuffle_algo must be one of {', '.join(known)}, not {given['algorithm']!r}.")
 
 
-def _units(
-    shard_sizes: Sequence[Sequence[int] | Ints],
-    chosen: Sequence[int],
-    *,
-    granularity: int,
-    draw: tuple[int, ...],
-) -> Units:
-    sizes = [np.asarray(of_stream, np.int64) for of_stream in shard_sizes]
+def _units(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) -> Units:
+    """What an epoch reads, without an array of all samples."""
+    key = (draw.seed, draw.epoch) if draw.shuffle and draw.is_balanced else (draw.seed,)
     of_shards = [
-        chosen_of_shards(size, count, granularity=granularity, draw=draw, stream=stream)
-        for stream, (size, count) in enumerate(zip(sizes, chosen, strict=True))
+        chosen_of_shards(sizes, count, granularity=draw.granularity, draw=key, stream=stream)
+        for stream, (sizes, count) in enumerate(zip(shard_sizes, chosen, strict=True))
     ]
-    return units_of(np.concatenate(sizes), np.concatenate(of_shards), draw=draw)
+    return units_of(np.concatenate(shard_sizes), np.concatenate(of_shards), draw=key)

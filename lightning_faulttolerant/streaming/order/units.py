@@ -6,7 +6,6 @@ when they are asked for, and only the latest of them are kept.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -91,7 +90,10 @@ def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> U
 
 
 class Recent:
-    """The latest of some arrays that are made from a number when they are asked for; may be read by several threads.
+    """The latest of some arrays that are made from a number when they are asked for.
+
+    Several threads may read it, and a process may be forked meanwhile: there is no lock that could stay locked. At
+    worst two threads make the same array.
 
     Args:
         make: Makes one.
@@ -102,37 +104,34 @@ class Recent:
         self._make = make
         self._at_most = at_most
         self._kept: dict[int, Ints] = {}
-        self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Ints:
-        with self._lock:
-            found = self._kept.pop(number, None)
-            if found is not None:
-                self._kept[number] = found
-                return found
-        made = self._make(number)
-        with self._lock:
-            self._kept[number] = made
-            while len(self._kept) > self._at_most:
-                del self._kept[next(iter(self._kept))]
-        return made
+        found = self._kept.pop(number, None)
+        if found is None:
+            found = self._make(number)
+        self._kept[number] = found
+        for oldest in list(self._kept)[: -self._at_most]:
+            self._kept.pop(oldest, None)
+        return found
 
     def __getstate__(self) -> dict[str, object]:
         return {"_make": self._make, "_at_most": self._at_most}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _kept={}, _lock=threading.Lock())
+        self.__dict__.update(state, _kept={})
 
 
 def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:
     """Yield each number that there is, with the places where it stands."""
     if not numbers.size:
         return
-    if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():
-        yield int(numbers[0]), slice(None)
-        return
-    order = np.argsort(numbers, kind="stable")
-    in_order = numbers[order]
-    begins = np.flatnonzero(np.diff(in_order, prepend=in_order[0] - 1))
-    for begin, stop in zip(begins, [*begins[1:], len(order)], strict=True):
-        yield int(in_order[begin]), order[begin:stop]
+    steps = np.diff(numbers)
+    # What is read in turn is in order already, in most cases.
+    order = np.argsort(numbers, kind="stable") if (steps < 0).any() else None
+    if order is not None:
+        numbers = numbers[order]
+        steps = np.diff(numbers)
+    begins = [0, *(np.flatnonzero(steps) + 1).tolist()]
+    for begin, stop in zip(begins, [*begins[1:], len(numbers)], strict=True):
+        where = slice(begin, stop)
+        yield int(numbers[begin]), where if order is None else order[where]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import EpochOrder, epoch_order
+from lightning_faulttolerant.streaming.order import EpochOrder, blocks, epoch_order
 
 MANY = [[200_000] * 5_000]  # 10^9 samples
 some_sizes = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), min_size=1, max_size=3)
@@ -77,7 +78,31 @@ def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> N
     finally:
         tracemalloc.stop()
     assert len(np.unique(ids // 200_000)) <= 8
-    assert peak < 5 * 8 * 8 * 200_000
+    assert peak < 10_000_000  # an array of all samples has 8 GB; one of the shards 40 kB, of a block 1 MB
+
+
+def test_a_large_block_is_read_in_slices_of_all_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample comes once, from the same few shards as without, and each slice has its share of each of them."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 100)
+    order = epoch_order([[50] * 40], epoch=0, shuffle=True)
+    ids = ids_of(order)
+    assert sorted(ids) == list(range(2000))
+    for begin in range(0, 2000, 100):
+        shards = np.unique(np.array(ids[begin : begin + 100]) // 50, return_counts=True)
+        assert len(shards[0]) == 8
+        assert set(shards[1]) <= {11, 12, 13, 14}
+    groups = [set(np.array(ids[begin : begin + 400]) // 50) for begin in range(0, 2000, 400)]
+    assert sorted(shard for group in groups for shard in group) == list(range(40))
+
+
+@given(sizes=some_sizes, rows=st.integers(1, 4), block_size=st.none() | st.integers(1, 50), most=st.integers(1, 30))
+def test_every_sample_comes_once_in_slices_too(
+    sizes: list[list[int]], rows: int, block_size: int | None, most: int
+) -> None:
+    """However small the slices are."""
+    with mock.patch.object(blocks, "MAX_BLOCK_SAMPLES", most):
+        order = epoch_order(sizes, epoch=0, shuffle=True, num_canonical_nodes=rows, block_size=block_size)
+        assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
 
 
 def test_shards_are_read_block_by_block() -> None:

@@ -1,0 +1,163 @@
+"""The loader of a streaming data set: it knows how many samples it has handed out, and its state says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.dataset import StreamingDataset
+from lightning_faulttolerant.streaming.epochs import Channel, Start
+
+
+class StreamingDataLoader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` for a `StreamingDataset`, resumable in the middle of an epoch.
+
+    A batch counts once it is handed out in the main process; what workers have fetched ahead does not. The state is the
+    same on every rank, and may be loaded with another number of ranks or workers.
+
+    An iteration that is left early is over: the next one is the next epoch, in whole. To go on in the epoch that was
+    left, load the loader's own state: ``loader.load_state_dict(loader.state_dict())``.
+
+    Args:
+        *args: As ``torch.utils.data.DataLoader`` has them.
+        **kwargs: As ``torch.utils.data.DataLoader`` has them.
+
+    Raises:
+        TypeError: If the data set is no `StreamingDataset`.
+        ValueError: If batches have another size than the data set was told, or may come in any order.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.dataset, StreamingDataset):
+            raise TypeError(
+                f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets"
+                " can't be entered anywhere. Use ResumableDataLoader for them."
+            )
+        told, own = self.dataset.batch_size, self.batch_size or 1
+        if told not in (None, own):
+            raise ValueError(
+                f"The data set was told batch_size={told}, and the loader makes batches of {own}: workers would take"
+                " turns at other samples than the batches have. Give both the same, or none to the data set."
+            )
+        if self.num_workers > 1 and not getattr(self, "in_order", True):
+            raise ValueError(
+                "in_order=False hands out batches in the order in which workers are ready, so which samples were"
+                " consumed can't be told from their number. Leave it True."
+            )
+        self._channel = Channel(is_shared=self.persistent_workers)
+        self._batches: _Place | None = None
+
+    def __iter__(self) -> Any:
+        return _Batches(self)
+
+    def make_batches(self) -> tuple[Iterator[Any], _Place]:
+        """Make torch's iterator for the next iteration, and what keeps its place."""
+        dataset = self.dataset
+        assert isinstance(dataset, StreamingDataset)
+        start = dataset.begin_epoch(batch_size=self.batch_size or 1, drop_last=self.drop_last)
+        self._channel.tell(start)
+        with dataset.told_by(self._channel):
+            batches = super().__iter__()
+        self._batches = _Place(dataset, start, drop_last=self.drop_last)
+        return batches, self._batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place behind the last batch that was handed out; below 1 kB, the same on every rank.
+
+        Raises:
+            StreamingError: If the place can't be told, since an iterator was moved behind the loader's back.
+        """
+        dataset = self.dataset
+        assert isinstance(dataset, StreamingDataset)
+        if self._batches is not None and dataset.book.has_begun:
+            return self._batches.state_dict()
+        return dataset.state_at(*dataset.book.place)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Let the next iteration begin at the place of a state; also one of which no batch was asked for yet.
+
+        Args:
+            state_dict: Of this class, of the data set, or of the original library's.
+            strict: Whether other data, or another order, is an error; else it is a warning.
+
+        Raises:
+            ValueError: If it is no state of a streaming data set.
+            FingerprintMismatchError: If it was saved with other data, or in another order.
+        """
+        assert isinstance(self.dataset, StreamingDataset)
+        self.dataset.load_state_dict(state_dict, strict=strict)
+
+
+class _Place:
+    """How far one iteration is: counted in steps of the plan, whose sizes are known, not by looking at batches."""
+
+    def __init__(self, dataset: StreamingDataset, start: Start, *, drop_last: bool) -> None:
+        assert start.world is not None
+        assert start.batch_size is not None
+        self._dataset = dataset
+        self._start = start
+        self._step = start.batch_size * start.world.num_ranks
+        self._least = self._step if drop_last else 1
+        deal = dataset.deal(start, start.world)
+        self._num_planned = deal.num_samples // start.batch_size if drop_last else deal.num_steps
+        self.num_put = dataset.book.num_put
+        self.num_batches = 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a state was loaded since this iteration began."""
+        return self._dataset.book.num_put != self.num_put
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the data set behind the batches that were handed out."""
+        if self._dataset.book.is_moved:
+            raise StreamingError(
+                "The iterator of this data set was moved by a state of its own, so how far it is can't be told by the"
+                " loader. Load the loader's state instead, or leave both to FaultTolerance."
+            )
+        sample = self._start.sample + self.num_batches * self._step
+        return self._dataset.state_at(self._start.epoch, sample, least=self._least)
+
+    def check_end(self) -> None:
+        """Raise StreamingError if the iteration ends before all that was planned was handed out."""
+        is_own = type(self._dataset).__iter__ is not StreamingDataset.__iter__
+        if is_own or self._dataset.book.is_moved or self.num_batches == self._num_planned:
+            return
+        raise StreamingError(
+            f"Epoch {self._start.epoch} ended after {self.num_batches} batches, and {self._num_planned} were planned"
+            f" from sample {self._start.sample} on: batches were lost or made twice between data set and loader."
+        )
+
+
+class _Batches(Iterator[Any]):
+    """Hands out what torch's iterator gives, and counts it."""
+
+    def __init__(self, loader: StreamingDataLoader) -> None:
+        self._loader = loader
+        self._batches, self._place = loader.make_batches()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __next__(self) -> Any:
+        if self._place.is_left:
+            self._begin_again()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._place.check_end()
+            raise
+        self._place.num_batches += 1
+        return batch
+
+    def _begin_again(self) -> None:
+        if self._place.num_batches:
+            raise StreamingError(
+                f"A state was loaded after {self._place.num_batches} batches of this iteration. It is where the next"
+                " iteration begins: make a new iterator, by iter() or a new for loop."
+            )
+        self._batches, self._place = self._loader.make_batches()

@@ -1,0 +1,218 @@
+"""Streams in proportion, repeated or chosen: as many samples of each as the original takes, and the same ones there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.streaming.order import Weight, epoch_order, shares_of_streams
+from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
+from lightning_faulttolerant.streaming.order.resampling import samples_of_shards
+from tests.foreign import mosaic
+
+shards = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+
+
+def their_streams(weights: list[Weight], sizes: list[list[int]], epoch_size: int | None, seed: int) -> tuple[Any, int]:
+    """The original's streams, with the weights that it derives, and its epoch size."""
+    of_streams = mosaic().Stream
+    streams = [
+        of_streams(local="/nowhere", proportion=weight.proportion, repeat=weight.repeat, choose=weight.choose)
+        for weight in weights
+    ]
+    samples = np.array([sum(of_stream) for of_stream in sizes])
+    return streams, of_streams.apply_weights(streams, samples, epoch_size, seed)
+
+
+class Theirs:
+    """As much of the original's data set as its resampling reads."""
+
+    def __init__(self, sizes: list[list[int]], streams: Any, method: str, granularity: int, seed: int) -> None:
+        counts = [len(of_stream) for of_stream in sizes]
+        self.streams, self.num_streams = streams, len(streams)
+        self.shards_per_stream = np.array(counts)
+        self.shard_offset_per_stream = np.cumsum(counts) - counts
+        self.samples_per_shard = np.concatenate(sizes)
+        self.sample_offset_per_shard = np.cumsum(self.samples_per_shard) - self.samples_per_shard
+        self.sampling_method, self.sampling_granularity, self.shuffle_seed = method, granularity, seed
+
+    def resampled(self, epoch: int, *, shuffle: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of each unit, and all ids."""
+        self.epoch_seed_change = shuffle and self.sampling_method == "balanced"
+        found: tuple[np.ndarray, np.ndarray] = mosaic().StreamingDataset.resample_streams(self, epoch)
+        return found
+
+
+def weights_of(kind: str, numbers: list[float]) -> list[Weight]:
+    """One weight of a kind for each number."""
+    if kind == "choose":
+        return [Weight(choose=int(number * 10) + 1) for number in numbers]
+    if kind == "mixed":
+        return [Weight(repeat=number + 0.5) if number > 1 else Weight() for number in numbers]
+    return [Weight(**{kind: number + 0.5}) for number in numbers]
+
+
+@given(
+    sizes=st.lists(shards, min_size=1, max_size=4),
+    kind=st.sampled_from(["proportion", "repeat", "choose", "mixed"]),
+    algorithm=st.sampled_from(["py1e", "py1s", "naive"]),
+    shuffle=st.booleans(),
+    method=st.sampled_from(["balanced", "fixed"]),
+    granularity=st.integers(1, 5),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+@settings(max_examples=150)
+def test_a_mix_has_the_samples_of_the_original_in_its_order(
+    sizes: list[list[int]],
+    kind: str,
+    algorithm: str,
+    shuffle: bool,
+    method: str,
+    granularity: int,
+    epoch: int,
+    data: st.DataObject,
+) -> None:
+    """Counts of each stream and every id of the epoch are the original's, with and without shuffle."""
+    weights = weights_of(kind, data.draw(st.lists(st.floats(0, 3), min_size=len(sizes), max_size=len(sizes))))
+    assume(any(int((weight.repeat or 1) * sum(of_stream)) for weight, of_stream in zip(weights, sizes, strict=True)))
+    epoch_size = data.draw(st.none() | st.integers(20, 99)) if kind == "proportion" else None
+    streams, num_samples = their_streams(weights, sizes, epoch_size, 7)
+    shares = shares_of_streams(weights, [sum(of_stream) for of_stream in sizes], epoch_size=epoch_size, seed=7)
+    assert shares.epoch_size == num_samples
+    assert shares.chosen == tuple(stream.choose for stream in streams)
+    assert shares.proportions == tuple(stream.proportion for stream in streams)
+    assert shares.repeats == tuple(stream.repeat for stream in streams)
+
+    units, ids = Theirs(sizes, streams, method, granularity, 7).resampled(epoch, shuffle=shuffle)
+    if shuffle:
+        ids = ids[mosaic("streaming.base.shuffle").get_shuffle(algorithm, units, 1, 7, epoch, 4_000_000)]
+    order = epoch_order(
+        sizes,
+        epoch=epoch,
+        seed=7,
+        shuffle=shuffle,
+        algorithm=algorithm,
+        chosen=shares.chosen,
+        sampling_method=method,
+        sampling_granularity=granularity,
+    )
+    assert order.sample_ids(np.arange(order.num_positions)).tolist() == ids.tolist()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
+    chosen=st.integers(1, 100),
+    granularity=st.integers(1, 5),
+)
+def test_samples_of_shards_are_those_of_the_original(sizes: list[int], chosen: int, granularity: int) -> None:
+    """Empty shards and all, whatever is taken at a time."""
+    wanted = mosaic("streaming.base.sampling").get_sampling(np.array(sizes), chosen, granularity, 3, 1, True)
+    assert samples_of_shards(np.array(sizes), chosen, granularity=granularity, seed=4).tolist() == wanted.tolist()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
+    chosen=st.integers(1, 300),
+    granularity=st.integers(1, 9),
+    epoch=st.integers(0, 3),
+)
+def test_the_default_order_takes_of_each_shard_its_share(
+    sizes: list[int], chosen: int, granularity: int, epoch: int
+) -> None:
+    """The whole as often as it goes, then in proportion to the size, up or down to the next grain of the samples."""
+    found = chosen_of_shards(np.array(sizes), chosen, granularity=granularity, draw=(1, epoch), stream=0)
+    times, rest = divmod(chosen, sum(sizes))
+    assert found.sum() == chosen
+    parts = found - np.array(sizes) * times
+    assert (parts >= 0).all()
+    assert (parts <= sizes).all()
+    if granularity == 1:
+        assert (abs(parts - np.array(sizes) * rest / sum(sizes)) < 1).all()
+
+
+@given(
+    sizes=st.lists(shards, min_size=1, max_size=3),
+    shuffle=st.booleans(),
+    method=st.sampled_from(["balanced", "fixed"]),
+    rows=st.integers(1, 4),
+    data=st.data(),
+)
+def test_the_default_order_reads_what_was_chosen(
+    sizes: list[list[int]], shuffle: bool, method: str, rows: int, data: st.DataObject
+) -> None:
+    """Each stream as often as it should be; each of its samples as often as every other one, or once more."""
+    chosen = data.draw(st.lists(st.integers(0, 150), min_size=len(sizes), max_size=len(sizes)).filter(any))
+    order = epoch_order(
+        sizes, epoch=1, shuffle=shuffle, chosen=chosen, sampling_method=method, num_canonical_nodes=rows
+    )
+    counts = Counter(order.sample_ids(np.arange(order.num_positions)).tolist())
+    first = 0
+    for of_stream, count in zip(sizes, chosen, strict=True):
+        size = sum(of_stream)
+        found = [counts[sample] for sample in range(first, first + size)]
+        assert sum(found) == count
+        assert max(found) - min(found) <= 1
+        first += size
+
+
+def read(epoch: int, *, shuffle: bool, method: str) -> set[int]:
+    """Half of a stream."""
+    order = epoch_order([[40, 40]], epoch=epoch, shuffle=shuffle, chosen=[40], sampling_method=method)
+    return set(order.sample_ids(np.arange(40)).tolist())
+
+
+def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
+    """Other samples in each epoch with "balanced"; the same ones with "fixed", and without shuffle."""
+    assert read(0, shuffle=True, method="balanced") != read(1, shuffle=True, method="balanced")
+    assert read(0, shuffle=True, method="fixed") == read(1, shuffle=True, method="fixed")
+    assert read(0, shuffle=False, method="balanced") == read(1, shuffle=False, method="balanced")
+
+
+def test_a_grain_keeps_the_number_of_shards_small() -> None:
+    """A hundredth of the stream, a hundred samples at a time, comes of a hundred shards and not of all."""
+    sizes = np.full(1000, 1000)
+    fine = chosen_of_shards(sizes, 10_000, granularity=1, draw=(0,), stream=0)
+    coarse = chosen_of_shards(sizes, 10_000, granularity=100, draw=(0,), stream=0)
+    assert (fine > 0).sum() == 1000
+    assert (coarse > 0).sum() == 100
+
+
+@pytest.mark.parametrize(
+    ("weights", "epoch_size", "message"),
+    [
+        ([Weight(proportion=1), Weight(repeat=2)], None, "stream 1 has none"),
+        ([Weight(repeat=1), Weight()], 10, "epoch_size is 10, but repeat and choose"),
+        ([Weight(repeat=0), Weight(choose=0)], None, "The epoch is empty"),
+        ([Weight(proportion=0), Weight(proportion=0)], None, "The proportions of all streams are 0"),
+        ([Weight(), Weight()], -1, "epoch_size must be at least 0"),
+    ],
+)
+def test_weights_that_do_not_go_together_are_refused(
+    weights: list[Weight], epoch_size: int | None, message: str
+) -> None:
+    """The error says which streams, and what to change."""
+    with pytest.raises(ValueError, match=message):
+        shares_of_streams(weights, [5, 6], epoch_size=epoch_size, seed=0)
+
+
+def test_a_weight_is_one_of_three() -> None:
+    """Two at once contradict each other, and none is negative; a stream has samples."""
+    with pytest.raises(ValueError, match="at most one"):
+        Weight(proportion=1, repeat=1)
+    with pytest.raises(ValueError, match="choose of a stream must be at least 0"):
+        Weight(choose=-1)
+    with pytest.raises(ValueError, match="Stream 1 has no samples"):
+        shares_of_streams([Weight(), Weight()], [3, 0], seed=0)
+
+
+def test_an_epoch_size_without_weights_takes_of_each_stream_in_proportion_to_its_size() -> None:
+    """As the original does, remainders included."""
+    streams, num_samples = their_streams([Weight()] * 3, [[3], [5], [9]], 100, 4)
+    shares = shares_of_streams([Weight()] * 3, [3, 5, 9], epoch_size=100, seed=4)
+    assert (shares.chosen, shares.epoch_size) == (tuple(stream.choose for stream in streams), num_samples)

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import FingerprintMismatchError, IndexFileError, StreamingError
+from tests.streaming.shard_files import batches, numbers, write
+
+DOCUMENTED = {
+    "local": inspect.Parameter.empty,
+    "remote": None,
+    "split": None,
+    "shuffle": False,
+    "predownload": 100_000,
+    "keep_zip": None,
+    "download_retry": 2,
+    "download_timeout": 60,
+    "validate_hash": None,
+    "shuffle_seed": 9176,
+    "num_canonical_nodes": None,
+    "batch_size": None,
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """A data set of 101 samples."""
+    return write(tmp_path / "data" / "train", 101)
+
+
+def test_the_arguments_are_the_documented_ones() -> None:
+    """The first twelve have the names, the order and the defaults of the documentation, for use by place and name."""
+    parameters = inspect.signature(StreamingDataset).parameters
+    names = list(parameters)[: len(DOCUMENTED)]
+    assert names == list(DOCUMENTED)
+    assert all(parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for name in names)
+    assert {name: parameters[name].default for name in names[1:]} == {
+        name: default for name, default in DOCUMENTED.items() if name != "local"
+    }
+
+
+def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
+    """All twelve by place: fetched from the remote's split, checked by hash, shuffled by the seed."""
+    remote = str(tmp_path / "data")
+    dataset = StreamingDataset(str(tmp_path / "cache"), remote, "train", True, 1000, None, 2, 60, "sha1", 7, 1, 4)
+    assert sorted(numbers(dataset)) == list(range(101))
+    assert dataset.batch_size == 4
+    assert dataset.state_dict(0, True)["shuffle_seed"] == 7
+    assert (tmp_path / "cache" / "train" / "index.json").exists()
+
+
+def test_samples_are_had_by_number(directory: str) -> None:
+    """A number, one from the end, a slice, a list and arrays give the samples of these numbers."""
+    dataset = StreamingDataset(directory)
+    assert dataset[3] == {"n": 3}
+    assert dataset[np.int64(3)] == dataset[torch.tensor(3)] == {"n": 3}
+    assert dataset[-1] == {"n": 100}
+    assert numbers(dataset[95:200:2]) == [95, 97, 99]
+    assert numbers(dataset[[5, -2, 5]]) == [5, 99, 5]
+    assert numbers(dataset[np.array([1, 50])]) == numbers(dataset[torch.tensor([1, 50])]) == [1, 50]
+    assert dataset.size == dataset.num_samples == len(dataset) == 101
+
+
+@pytest.mark.parametrize("number", [101, -102])
+def test_a_number_out_of_range_raises(directory: str, number: int) -> None:
+    """There is no sample behind the last one, nor before the first."""
+    with pytest.raises(IndexError, match="has 101"):
+        StreamingDataset(directory)[number]
+
+
+def test_an_epoch_is_every_sample_once(directory: str) -> None:
+    """Without shuffle in order, in each epoch; with it in another order in each, the same for every instance."""
+    plain = StreamingDataset(directory)
+    assert numbers(plain) == numbers(plain) == list(range(101))
+    shuffled, again = StreamingDataset(directory, shuffle=True), StreamingDataset(directory, shuffle=True)
+    first, second = numbers(shuffled), numbers(shuffled)
+    assert sorted(first) == sorted(second) == list(range(101))
+    assert first != second != list(range(101))
+    assert [numbers(again), numbers(again)] == [first, second]
+    assert numbers(StreamingDataset(directory, shuffle=True, shuffle_seed=1)) != first
+    assert shuffled.next_epoch == 2
+
+
+class _Doubled(StreamingDataset):
+    def __getitem__(self, at: Any) -> Any:
+        sample = super().__getitem__(at)
+        return {"n": 2 * sample["n"]} if isinstance(at, int) else sample
+
+
+def test_what_a_derived_class_makes_of_samples_is_read(directory: str) -> None:
+    """A class that overrides __getitem__, as those of the original do, gives its own samples when it is iterated."""
+    assert numbers(_Doubled(directory)) == list(range(0, 202, 2))
+    assert numbers(_Doubled(directory)[3:5]) == [6, 8]
+    assert numbers(StreamingDataLoader(_Doubled(directory), batch_size=8)) == list(range(0, 202, 2))
+
+
+class _Broken(StreamingDataset):
+    def __getitem__(self, at: Any) -> Any:
+        if at == 30:
+            raise KeyError("a transform's own error")
+        return super().__getitem__(at)
+
+
+def test_an_error_does_not_end_an_epoch(directory: str) -> None:
+    """Behind an error an iterator raises it again: it does not seem to have come to its end."""
+    samples = iter(_Broken(directory))
+    assert len([next(samples) for _ in range(30)]) == 30
+    for _ in range(2):
+        with pytest.raises(KeyError, match="own error"):
+            next(samples)
+
+
+def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> None:
+    """A local data set is read without a thread and without a file beside it."""
+    files = sorted(Path(directory).rglob("*"))
+    samples = iter(StreamingDataset(directory, shuffle=True))
+    next(samples)
+    assert threading.active_count() == 1
+    assert sorted(Path(directory).rglob("*")) == files
+
+
+def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
+    """Threads that fetch ahead are gone when an iteration has ended, and when it is given up."""
+    dataset = StreamingDataset(str(tmp_path / "cache"), directory)
+    samples = iter(dataset)
+    next(samples)
+    del samples
+    assert threading.active_count() == 1
+    assert numbers(dataset) == list(range(101))
+    assert threading.active_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "Give either"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"shuffle_algo": "py3"}, "shuffle_algo"),
+        ({"shuffle_seed": -1}, "seed"),
+        ({"epoch_size": "many"}, "epoch_size"),
+        ({"batching_method": "per_stream"}, "batching_method"),
+        ({"sampling_method": "some"}, "sampling_method"),
+        ({"num_canonical_nodes": 0}, "num_canonical_nodes"),
+        ({"validate_hash": "md9"}, "validate_hash"),
+        ({"cache_limit": "much"}, "size"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(directory: str, arguments: dict[str, Any], message: str) -> None:
+    """What can't work is an error when the data set is made."""
+    with pytest.raises(ValueError, match=message):
+        StreamingDataset(**({"local": directory} if arguments else {}), **arguments)
+
+
+def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
+    """Where there is no index, nothing can be read, and the error names it."""
+    with pytest.raises(IndexFileError, match=r"index\.json"):
+        StreamingDataset(str(tmp_path))
+
+
+def test_an_epoch_may_have_another_size(directory: str) -> None:
+    """With epoch_size, an epoch has so many samples, drawn anew in each."""
+    dataset = StreamingDataset(directory, shuffle=True, epoch_size="0.04k")
+    first, second = numbers(dataset), numbers(dataset)
+    assert len(dataset) == len(first) == len(set(first)) == 40
+    assert set(first) != set(second)
+    assert dataset.size == 101
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_a_copy_is_a_data_set_of_its_own(directory: str, copied: Any) -> None:
+    """A copy reads the same samples, and has its own epochs."""
+    dataset = StreamingDataset(directory, shuffle=True)
+    first = numbers(dataset)
+    other = copied(dataset)
+    assert other.next_epoch == 1
+    other.load_state_dict(StreamingDataset(directory, shuffle=True).state_dict(0, True))
+    assert numbers(other) == first
+    assert dataset.next_epoch == other.next_epoch == 1
+
+
+def test_a_state_before_the_first_iteration_is_the_beginning(directory: str) -> None:
+    """The original says epoch -1 there: ours says epoch 0, and takes the original's for that."""
+    dataset = StreamingDataset(directory, shuffle=True)
+    state = dataset.state_dict(0, False)
+    assert (state["epoch"], state["sample_in_epoch"]) == (0, 0)
+    dataset.load_state_dict({**state, "epoch": -1})
+    assert dataset.next_epoch == 0
+    assert numbers(dataset) == numbers(StreamingDataset(directory, shuffle=True))
+
+
+def test_a_state_counts_from_the_beginning_or_from_the_resume(directory: str) -> None:
+    """Samples are added to where this iteration began, or, from_beginning, counted from the epoch's beginning."""
+    dataset = StreamingDataset(directory)
+    dataset.load_state_dict({**dataset.state_dict(0, True), "epoch": 2, "sample_in_epoch": 10})
+    assert dataset.state_dict(0, False)["sample_in_epoch"] == 10
+    next(iter(dataset))
+    places = [dataset.state_dict(5, from_beginning) for from_beginning in (False, True)]
+    assert [(place["epoch"], place["sample_in_epoch"]) for place in places] == [(2, 15), (2, 5)]
+
+
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next(directory: str) -> None:
+    """At the end of an epoch the state is the next epoch's, and the original's is taken for it: no empty epoch."""
+    dataset = StreamingDataset(directory, shuffle=True)
+    first, second = numbers(dataset), numbers(dataset)
+    assert len(first) == 101
+    state = dataset.state_dict(101, True)
+    assert (state["epoch"], state["sample_in_epoch"]) == (2, 0)
+    dataset.load_state_dict({**state, "epoch": 0, "sample_in_epoch": 101})
+    assert numbers(dataset) == second
+
+
+def test_other_data_are_refused(tmp_path: Path, directory: str) -> None:
+    """A state of other data raises and says what differs; where the data lie makes no difference."""
+    state = StreamingDataset(directory).state_dict(0, True)
+    moved = tmp_path / "moved"
+    Path(directory).rename(moved)
+    StreamingDataset(str(moved)).load_state_dict(state)
+    grown = StreamingDataset(write(tmp_path / "grown", 103))
+    with pytest.raises(FingerprintMismatchError, match="number of samples: 101 -> 103") as raised:
+        grown.load_state_dict(state)
+    assert "names of the files" not in str(raised.value)
+    grown.load_state_dict(state, strict=False)
+    shuffled = StreamingDataset(str(moved), shuffle=True)
+    with pytest.raises(FingerprintMismatchError, match="shuffle: False -> True"):
+        shuffled.load_state_dict(state)
+
+
+def test_what_is_no_state_is_refused(directory: str) -> None:
+    """A dict without the keys of a state raises and names them, and so does one of a newer version."""
+    dataset = StreamingDataset(directory)
+    with pytest.raises(ValueError, match="lacks sample_in_epoch, shuffle_seed, num_canonical_nodes"):
+        dataset.load_state_dict({"epoch": 1})
+    with pytest.raises(ValueError, match="newer"):
+        dataset.load_state_dict({**dataset.state_dict(0, True), "version": 2})
+
+
+def test_an_unknown_order_is_announced(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A state of the original does not say its order: without one of the original's algorithms, a warning says so."""
+    state = {"epoch": 0, "sample_in_epoch": 8, "shuffle_seed": 3, "num_canonical_nodes": 2}
+    StreamingDataset(directory, shuffle=True, shuffle_algo="py1e").load_state_dict(state)
+    assert not caplog.records
+    dataset = StreamingDataset(directory, shuffle=True)
+    dataset.load_state_dict(state)
+    assert "shuffle_algo='py1e'" in caplog.text
+    found = dataset.state_dict(0, False)
+    assert {name: found[name] for name in state} == state
+
+
+def _plain(directory: str, **options: Any) -> DataLoader[Any]:
+    return DataLoader(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+    ],
+    ids=lambda options: " ".join(f"{value}" for value in options.values()) or "no workers",
+)
+@pytest.mark.parametrize("make", [_plain, None], ids=["torch's loader", "our loader"])
+def test_each_iteration_is_the_next_epoch_under_any_loader(directory: str, options: Any, make: Any) -> None:
+    """The loader of torch reads whole epochs, one after the other, resumed too, however its workers are made."""
+    make = make or (
+        lambda directory, **options: StreamingDataLoader(_plain(directory).dataset, batch_size=8, **options)
+    )
+    whole = _plain(directory)
+    expected = [batches(whole) for _ in range(3)]
+    loader = make(directory, **options)
+    assert [batches(loader), batches(loader)] == expected[:2]
+    dataset = loader.dataset
+    assert dataset.next_epoch == 2
+    dataset.load_state_dict(dataset.state_dict(48, from_beginning=True))
+    assert batches(loader) == expected[1][6:]
+    assert batches(loader) == expected[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_started_anew_hear_where_they_begin(directory: str, persistent: bool) -> None:
+    """Spawned workers, which inherit nothing, read the epoch of the main process, resumed too."""
+    whole = _plain(directory)
+    expected = [batches(whole), batches(whole)]
+    dataset = _plain(directory).dataset
+    options = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+    make = StreamingDataLoader if persistent else DataLoader
+    loader = make(dataset, batch_size=8, **options)
+    dataset.load_state_dict(dataset.state_dict(48, from_beginning=True))
+    assert batches(loader) == expected[0][6:]
+    assert batches(loader) == expected[1]
+
+
+def test_workers_that_take_turns_at_unknown_batches_cannot_be_counted(directory: str) -> None:
+    """Without a batch size, two workers read every sample once, but no number tells which were consumed: an error."""
+    dataset = StreamingDataset(directory)
+    loader = DataLoader(dataset, batch_size=8, num_workers=2)
+    assert sorted(numbers(loader)) == list(range(101))
+    with pytest.raises(StreamingError, match="batch_size="):
+        dataset.state_dict(8, from_beginning=True)
+    one = DataLoader(dataset, batch_size=8, num_workers=1)
+    assert len(batches(one)) == 13
+    assert dataset.state_dict(8, from_beginning=True)["sample_in_epoch"] == 8
+
+
+def test_the_iterator_can_be_brought_to_a_place(directory: str) -> None:
+    """Its state is loaded into a new iterator of a new data set, which goes on with the next sample, then epoch."""
+    dataset = StreamingDataset(directory, shuffle=True, batch_size=8)
+    numbers(dataset)
+    samples = iter(dataset)
+    first = [next(samples)["n"] for _ in range(21)]
+    state = samples.state_dict()
+    again = StreamingDataset(directory, shuffle=True, batch_size=8)
+    resumed = iter(again)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert numbers(resumed) == numbers(samples)
+    assert len(first) == 21
+    assert numbers(again) == numbers(dataset)
+
+
+def test_the_place_of_another_reader_is_refused(directory: str) -> None:
+    """The place of one worker means other samples for another one."""
+    samples = iter(StreamingDataset(directory))
+    state = samples.state_dict()
+    state["world"]["num_workers"] = 2
+    with pytest.raises(StreamingError.__mro__[1], match="num_workers=2"):
+        samples.load_state_dict(state)
+
+
+def test_a_loader_whose_iterator_was_moved_says_that_it_cannot_know(directory: str) -> None:
+    """Moved behind the loader's back, its count is not a place: it raises instead of saying a wrong one."""
+    loader = StreamingDataLoader(StreamingDataset(directory), batch_size=8)
+    made = iter(loader)
+    next(made)
+    elsewhere = iter(loader.dataset)
+    elsewhere.load_state_dict(elsewhere.state_dict())
+    with pytest.raises(StreamingError, match="moved"):
+        loader.state_dict()

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_faulttolerant
+from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import StreamingError
+from tests.streaming.shard_files import batches, numbers, write
+
+EXAMPLE = """
+    dataset = StreamingDataset(local='/tmp/cache', remote='s3://remote/dataset', batch_size=1)
+    dataloader = StreamingDataLoader(dataset, batch_size=1)
+
+    # Here, we assume each sample in our dataset has fields 'x' and 'y'.
+    # We save the dataloader state after 4 batches, and stop after 6 batches.
+    state_dict = None
+    for i, batch in enumerate(dataloader):
+        print(i, batch['x'], batch['y'])
+        if i == 4:
+            state_dict = dataloader.state_dict()
+        if i == 6:
+            break
+
+    # Create a new dataset
+    dataset_2 = StreamingDataset(local='cache', remote='path', batch_size=1)
+    dataloader_2 = StreamingDataLoader(dataset_2, batch_size=1)
+
+    # Load in the state dict that was previously saved
+    dataloader_2.load_state_dict(state_dict)
+
+    # Iterate over the dataset, which will start from batch 5 now.
+    for i, batch in enumerate(dataloader_2):
+        print(i, batch['x'], batch['y'])
+"""
+"""The documentation's, word for word."""
+
+
+def test_the_documented_example_runs_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of the documentation, with nothing changed but its paths, resumes at batch 5 and loses none."""
+    from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / "remote"), columns={"x": "int", "y": "int"}) as writer:
+        for number in range(20):
+            writer.write({"x": number, "y": -number})
+    paths = {"/tmp/cache": "cache-1", "s3://remote/dataset": "remote", "'cache'": "'cache-2'", "'path'": "'remote'"}
+    script = textwrap.dedent(EXAMPLE)
+    for written, own in paths.items():
+        path = str(tmp_path / own.strip("'"))
+        script = script.replace(written, f"'{path}'" if "'" in written else path)
+    names = {"StreamingDataset": StreamingDataset, "StreamingDataLoader": StreamingDataLoader}
+    exec(script, names)
+    printed = re.findall(r"(\d+) tensor\(\[(\d+)\]\) tensor\(\[(-?\d+)\]\)", capsys.readouterr().out)
+    assert [(int(i), int(x), int(y)) for i, x, y in printed] == [
+        *((i, i, -i) for i in range(7)),
+        *((i, 5 + i, -5 - i) for i in range(15)),
+    ]
+
+
+def _loader(directory: str, *, batch_size: int = 8, **options: Any) -> StreamingDataLoader:
+    return StreamingDataLoader(StreamingDataset(directory, shuffle=True), batch_size=batch_size, **options)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """A data set of 101 samples."""
+    return write(tmp_path / "data", 101)
+
+
+def _taken(loader: StreamingDataLoader, num_batches: int) -> list[list[int]]:
+    taken = []
+    for batch in loader:
+        taken.append(batch["n"].tolist())
+        if len(taken) == num_batches:
+            break
+    return taken
+
+
+def _place(state: dict[str, Any]) -> tuple[int, int]:
+    return state["epoch"], state["sample_in_epoch"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_only_batches_that_were_handed_out_count(directory: str, num_workers: int) -> None:
+    """The state behind each batch counts the batches so far, whatever workers have fetched ahead."""
+    loader = _loader(directory, num_workers=num_workers)
+    assert _place(loader.state_dict()) == (0, 0)
+    places = [_place(loader.state_dict()) for _ in loader]
+    assert places == [*((0, 8 * (i + 1)) for i in range(12)), (1, 0)]
+
+
+def test_a_state_is_small_and_plain(directory: str) -> None:
+    """It has the original's keys, is JSON, and is below 1 kB."""
+    loader = _loader(directory)
+    _taken(loader, 3)
+    text = json.dumps(loader.state_dict())
+    assert len(text) < 1000
+    assert json.loads(text) == loader.state_dict()
+    assert {"epoch", "sample_in_epoch", "shuffle_seed", "num_canonical_nodes"} <= loader.state_dict().keys()
+
+
+def test_the_length_stays_that_of_a_whole_epoch(directory: str) -> None:
+    """After a resume the length of loader and data set is what it was: Lightning counts on it."""
+    loader = _loader(directory)
+    _taken(loader, 5)
+    resumed = _loader(directory)
+    resumed.load_state_dict(loader.state_dict())
+    assert (len(resumed), len(resumed.dataset)) == (len(loader), len(loader.dataset)) == (13, 101)
+    assert len(batches(resumed)) == 8
+    assert (len(resumed), len(resumed.dataset)) == (13, 101)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: bool) -> None:
+    """With workers, living on or not: the rest of the epoch, then whole epochs, as without an interruption."""
+    whole = _loader(directory)
+    expected = [batches(whole) for _ in range(3)]
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    loader = _loader(directory, **options)
+    assert batches(loader) == expected[0]
+    first = _taken(loader, 5)
+    state = loader.state_dict()
+    resumed = _loader(directory, **options)
+    resumed.load_state_dict(state)
+    assert first + batches(resumed) == expected[1]
+    assert batches(resumed) == expected[2]
+    # The loader that was left early begins the next epoch, or goes on where it is told.
+    assert batches(loader) == expected[2]
+    loader.load_state_dict(state)
+    assert first + batches(loader) == expected[1]
+
+
+def test_an_iteration_that_was_left_early_can_be_gone_on_with(directory: str) -> None:
+    """Left early, the next iteration is the next epoch in whole; with its own state loaded, the rest of this one."""
+    whole = _loader(directory)
+    expected = [batches(whole), batches(whole)]
+    left = _loader(directory)
+    first = _taken(left, 4)
+    assert batches(left) == expected[1]
+    left = _loader(directory)
+    assert _taken(left, 4) == first
+    left.load_state_dict(left.state_dict())
+    assert first + batches(left) == expected[0]
+    assert batches(left) == expected[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_workers: int) -> None:
+    """An iterator that was made already, of which no batch was asked for, begins at the place that is loaded."""
+    saved = _loader(directory)
+    first = _taken(saved, 4)
+    loader = _loader(directory, num_workers=num_workers)
+    made = iter(loader)
+    loader.load_state_dict(saved.state_dict())
+    assert first + batches(made) == batches(_loader(directory))
+    assert _place(loader.state_dict()) == (1, 0)
+
+
+def test_a_state_loaded_behind_a_batch_ends_the_iterator(directory: str) -> None:
+    """An iterator that has given batches raises after a state was loaded: it would go on elsewhere, unseen."""
+    loader = _loader(directory)
+    made = iter(loader)
+    next(made)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StreamingError, match="after 1 batches"):
+        next(made)
+    assert len(batches(loader)) == 12
+
+
+def test_a_last_batch_that_is_dropped_is_the_end_of_the_epoch(directory: str) -> None:
+    """With drop_last, the state behind the last full batch is the next epoch's beginning, not an empty rest."""
+    loader = _loader(directory, drop_last=True)
+    first = batches(loader)
+    assert [len(batch) for batch in first] == [8] * 12
+    assert _place(loader.state_dict()) == (1, 0)
+    resumed = _loader(directory, batch_size=50, drop_last=True)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 0, "sample_in_epoch": 64})
+    assert [len(batch) for batch in batches(resumed)] == [50, 50]
+
+
+def test_samples_without_batches_are_counted(directory: str) -> None:
+    """With batch_size=None each sample is handed out and counted alone, with workers in their turn."""
+    loader = _loader(directory, batch_size=None, num_workers=2)
+    read = []
+    for sample in loader:
+        read.append(sample["n"])
+        if len(read) == 33:
+            break
+    assert _place(loader.state_dict()) == (0, 33)
+    resumed = _loader(directory, batch_size=None)
+    resumed.load_state_dict(loader.state_dict())
+    assert read + numbers(resumed) == numbers(_loader(directory))
+
+
+def test_the_size_of_a_batch_is_known_from_the_plan(directory: str) -> None:
+    """Whatever a collate function makes of the samples, batches count what was planned."""
+    loader = _loader(directory, collate_fn=lambda samples: {"one": torch.zeros(1), "many": [len(samples)] * 70})
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    assert _place(loader.state_dict()) == (0, 24)
+
+
+def test_what_cannot_be_counted_is_refused(directory: str) -> None:
+    """Other data sets, batches of another size than the data set was told, and batches in any order are refused."""
+    with pytest.raises(TypeError, match="needs a StreamingDataset"):
+        StreamingDataLoader(range(3))
+    with pytest.raises(ValueError, match="batch_size=4"):
+        StreamingDataLoader(StreamingDataset(directory, batch_size=4), batch_size=8)
+    if "in_order" in DataLoader.__init__.__annotations__:
+        with pytest.raises(ValueError, match="in_order"):
+            _loader(directory, num_workers=2, in_order=False)
+
+
+class _Short(StreamingDataset):
+    def _read(self, plan: Any, num_taken: int) -> Any:
+        return itertools.islice(super()._read(plan, num_taken), 90)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_ends_early_raises(directory: str, num_workers: int) -> None:
+    """Fewer batches than planned are an error, not the end of the epoch."""
+    with pytest.raises(StreamingError, match="ended after 12 batches, and 13 were planned"):
+        batches(StreamingDataLoader(_Short(directory), batch_size=8, num_workers=num_workers))
+
+
+def test_the_public_names_are_these() -> None:
+    """The classes are the package's own, loaded when they are asked for."""
+    assert lightning_faulttolerant.StreamingDataLoader is StreamingDataLoader
+    assert lightning_faulttolerant.StreamingDataset is StreamingDataset

@@ -1,0 +1,181 @@
+"""The law of a resume: what was read before and after a cut is what is read without one, in order, at every cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.streaming import dataset as dataset_module
+from lightning_faulttolerant.streaming.world import World
+from tests.streaming.shard_files import batches, write
+
+NUM_SAMPLES, NUM_EPOCHS = 61, 3
+LOCAL_ALGORITHMS = (None, "py1e", "py1s")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A data set of 61 samples in 5 shards."""
+    return write(tmp_path_factory.mktemp("data"), NUM_SAMPLES)
+
+
+def _loader(directory: str, *, batch_size: int = 8, num_workers: int = 0, **options: Any) -> StreamingDataLoader:
+    names = ("drop_last", "persistent_workers")
+    of_loader = {name: options.pop(name) for name in names if name in options}
+    dataset = StreamingDataset(directory, shuffle=True, **options)
+    return StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, **of_loader)
+
+
+def _epochs(loader: StreamingDataLoader, *, until: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the batches of all epochs that are left, with their epochs."""
+    while (epoch := loader.dataset.next_epoch) < until:
+        for batch in loader:
+            yield epoch, batch["n"].tolist()
+
+
+def _cut(epochs: Iterator[tuple[int, list[int]]], num_batches: int) -> list[tuple[int, list[int]]]:
+    return [batch for _, batch in zip(range(num_batches), epochs, strict=False)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    batch_size=st.sampled_from([1, 5, 8, 61, 70]),
+    drop_last=st.booleans(),
+    algorithm=st.sampled_from(LOCAL_ALGORITHMS),
+    parts=st.sampled_from([None, 1, 3]),
+    is_same_loader=st.booleans(),
+)
+def test_a_run_that_is_cut_anywhere_goes_on(
+    directory: str,
+    cuts: list[int],
+    batch_size: int,
+    drop_last: bool,
+    algorithm: str | None,
+    parts: int | None,
+    is_same_loader: bool,
+) -> None:
+    """Cut again and again, within epochs and at their ends, by leaving early or in a new process: the same batches."""
+
+    def make() -> StreamingDataLoader:
+        return _loader(
+            directory, batch_size=batch_size, drop_last=drop_last, shuffle_algo=algorithm, num_canonical_nodes=parts
+        )
+
+    expected = list(_epochs(make(), until=NUM_EPOCHS))
+    loader, read = make(), []
+    for num_batches in cuts:
+        epochs = _epochs(loader, until=NUM_EPOCHS)
+        read += _cut(epochs, num_batches)
+        state = loader.state_dict()
+        epochs.close()
+        assert loader.state_dict() == state
+        loader = loader if is_same_loader else make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+    read += _epochs(loader, until=NUM_EPOCHS)
+    assert read == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_run_with_workers_goes_on_with_any_number_of_them(directory: str, num_workers: int, persistent: bool) -> None:
+    """The batches are those without workers, cut in the middle and at the end of epochs, and with other workers."""
+    expected = list(_epochs(_loader(directory), until=NUM_EPOCHS))
+    assert len(expected) == 24
+    read, state = [], None
+    for num_batches, workers in ((5, num_workers), (6, 0), (5, num_workers)):
+        loader = _loader(directory, num_workers=workers, persistent_workers=persistent and workers > 0)
+        if state is not None:
+            loader.load_state_dict(state)
+        epochs = _epochs(loader, until=NUM_EPOCHS)
+        read += _cut(epochs, num_batches)
+        state = loader.state_dict()
+        epochs.close()
+    loader.load_state_dict(state)
+    assert read + list(_epochs(loader, until=NUM_EPOCHS)) == expected
+
+
+def _as_world(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "current_world", lambda: world)
+
+
+def _global_batches(
+    directory: str, state: dict[str, Any] | None, *, num_ranks: int, batch_size: int, num_steps: int, **options: Any
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the samples of each global step of all ranks, and their state, which must be one."""
+    steps: list[list[int]] = []
+    states = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(num_ranks):
+            _as_world(World(rank=rank, num_ranks=num_ranks, ranks_per_node=num_ranks), patch)
+            loader = _loader(directory, batch_size=batch_size, **options)
+            if state is not None:
+                loader.load_state_dict(state)
+            own = _cut(_epochs(loader, until=2), num_steps)
+            for step, (_, batch) in enumerate(own):
+                if step == len(steps):
+                    steps.append([])
+                steps[step] += batch
+            states.append(loader.state_dict())
+    assert all(other == states[0] for other in states)
+    return steps, states[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    worlds=st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=2, max_size=4),
+    num_steps=st.integers(1, 3),
+    parts=st.sampled_from([1, 2]),
+)
+def test_a_run_goes_on_with_any_number_of_ranks(directory: str, worlds: list[int], num_steps: int, parts: int) -> None:
+    """At an equal global batch, each global step has the same samples, whatever the number of ranks and its changes."""
+    expected, _ = _global_batches(directory, None, num_ranks=1, batch_size=12, num_steps=99, num_canonical_nodes=parts)
+    state, done = None, 0
+    for num_ranks in worlds:
+        steps, state = _global_batches(
+            directory,
+            state,
+            num_ranks=num_ranks,
+            batch_size=12 // num_ranks,
+            num_steps=num_steps,
+            num_canonical_nodes=parts,
+        )
+        for step in steps:
+            # The last step of an epoch repeats samples where they don't divide.
+            same = sorted(step) if len(expected[done]) == 12 else sorted(set(step))
+            assert same == sorted(expected[done])
+            done += 1
+
+
+def test_another_global_batch_goes_on_behind_the_last_sample(directory: str) -> None:
+    """With another global batch no sample of the epoch is lost or read again."""
+    before, state = _global_batches(directory, None, num_ranks=2, batch_size=5, num_steps=3)
+    after, _ = _global_batches(directory, state, num_ranks=1, batch_size=7, num_steps=5)
+    read = [number for step in (*before, *after) for number in step]
+    assert sorted(read) == list(range(NUM_SAMPLES))
+
+
+def test_the_order_is_the_same_on_any_world(directory: str) -> None:
+    """A resume takes the canonical nodes of the first run over, so that the order stays though the nodes change."""
+    with pytest.MonkeyPatch.context() as patch:
+        _as_world(World(num_ranks=2, ranks_per_node=1), patch)
+        two = _loader(directory, batch_size=4)
+        first = _cut(_epochs(two, until=1), 3)
+        state = two.state_dict()
+        assert state["num_canonical_nodes"] == 2
+        _as_world(World(rank=1, num_ranks=2, ranks_per_node=1), patch)
+        other = _cut(_epochs(_loader(directory, batch_size=4), until=1), 3)
+    one = _loader(directory, batch_size=8)
+    one.load_state_dict(state)
+    rest = batches(one)
+    read = [number for _, batch in (*first, *other) for number in batch] + [
+        number for batch in rest for number in batch
+    ]
+    assert sorted(read) == list(range(NUM_SAMPLES))
+    assert one.state_dict()["num_canonical_nodes"] == 2

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_faulttolerant import StreamingDataset
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.world import World, current_world
+from tests.ranks import on_ranks
+from tests.streaming.shard_files import numbers, write
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+LIGHTNING = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+CASES = {
+    "alone": ({}, World()),
+    "torchrun": (TORCHRUN, World(rank=5, num_ranks=8, ranks_per_node=4)),
+    "Lightning's launcher": (LIGHTNING, World(rank=1, num_ranks=2, ranks_per_node=2)),
+    "its second node, told the size of a node": (
+        {**LIGHTNING, "WORLD_SIZE": "4", "NODE_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        World(rank=3, num_ranks=4, ranks_per_node=2),
+    ),
+    "srun": (SLURM, World(rank=3, num_ranks=4, ranks_per_node=2)),
+    "a batch script of SLURM, not by srun": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"},
+        World(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_is_what_the_launcher_says(case: str) -> None:
+    """Without a process group, the environment of each launcher says which rank this is, of how many."""
+    environment, expected = CASES[case]
+    assert current_world(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}],
+    ids=["no rank", "a second node of unknown size"],
+)
+def test_a_rank_that_cannot_be_told_is_refused(environment: dict[str, str]) -> None:
+    """Several ranks of which this one can't be told raise: guessed, two would read the same samples."""
+    with pytest.raises(StreamingError, match="can't be told"):
+        current_world(environment)
+
+
+@pytest.mark.parametrize("values", [{"rank": 2, "num_ranks": 2}, {"num_ranks": 3, "ranks_per_node": 2}])
+def test_an_impossible_world_is_refused(values: dict[str, int]) -> None:
+    """A rank outside of the world, and a node that is no whole part of it, raise."""
+    with pytest.raises(StreamingError):
+        World(**values)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_replicated_ranks_get_the_same_data(rank: int) -> None:
+    """Each run of `replication` ranks is one reader, on its node."""
+    world = World(rank=rank, num_ranks=8, ranks_per_node=4).replicated(2)
+    assert world == World(rank=rank // 2, num_ranks=4, ranks_per_node=2)
+
+
+def test_a_replication_that_does_not_divide_the_ranks_is_refused() -> None:
+    """Ranks that are not whole groups raise."""
+    with pytest.raises(ValueError, match="does not divide"):
+        World(num_ranks=3).replicated(2)
+
+
+def _read(directory: str, rank: int, **arguments: Any) -> list[Any]:
+    dataset = StreamingDataset(directory, shuffle=True, **arguments)
+    samples = numbers(dataset)
+    state = dataset.state_dict(len(samples) * dist.get_world_size(), from_beginning=True)
+    return [len(dataset), samples, state]
+
+
+def test_the_ranks_of_a_process_group_share_an_epoch(tmp_path: Path) -> None:
+    """With a group and no environment, each rank reads its part, all samples are read, and the state is the same."""
+    directory = write(tmp_path / "data", 101)
+    answers = on_ranks(functools.partial(_read, directory), tmp_path / "ranks")
+    (len_0, samples_0, state_0), (len_1, samples_1, state_1) = answers
+    assert len_0 == len_1 == len(samples_0) == len(samples_1) == 51
+    assert set(samples_0) | set(samples_1) == set(range(101))
+    assert state_0 == state_1
+    assert (state_0["epoch"], state_0["sample_in_epoch"]) == (1, 0)
+
+
+def test_replicated_ranks_of_a_process_group_read_the_same(tmp_path: Path) -> None:
+    """With replication=2, both ranks read every sample in the same order."""
+    directory = write(tmp_path / "data", 101)
+    answers = on_ranks(functools.partial(_read, directory, replication=2), tmp_path / "ranks")
+    assert answers[0][1] == answers[1][1]
+    assert sorted(answers[0][1]) == list(range(101))
+
+
+def test_the_rank_is_asked_for_when_an_iteration_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set made before the launcher has said anything reads its part all the same."""
+    dataset = StreamingDataset(write(tmp_path / "data", 40))
+    for name, value in LIGHTNING.items():
+        monkeypatch.setenv(name, value)
+    assert len(dataset) == 20
+    assert numbers(dataset) == list(range(1, 40, 2))
