@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.collate import collate
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.epochs import Channel, Start
 
@@ -32,6 +33,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.collate_fn is default_collate:
+            self.collate_fn = collate  # the same batches, sooner
         if not isinstance(self.dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets"

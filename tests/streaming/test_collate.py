@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+from lightning_faulttolerant.streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.collate import collate
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -133,3 +135,16 @@ def test_batches_are_the_same_from_workers() -> None:
     options: dict[str, Any] = {"batch_size": 3, "num_workers": 1}
     found = list(DataLoader(samples, collate_fn=collate, **options))  # type: ignore[arg-type]
     assert_same(found, list(DataLoader(samples, **options)))  # type: ignore[arg-type]
+
+
+def test_streaming_loader_collates_so_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    """Its batches are those of default_collate, and a collate_fn that is given is used."""
+    with MDSWriter(out=str(tmp_path), columns={"number": "int", "small": "ndarray:int32:4"}) as writer:
+        for number in range(5):
+            writer.write({"number": number, "small": np.full(4, number, np.int32)})
+    dataset = StreamingDataset(tmp_path, batch_size=2)
+    loader = StreamingDataLoader(dataset, batch_size=2)
+    assert loader.collate_fn is collate
+    samples = list(dataset)
+    assert_same(list(loader), [default_collate(samples[begin : begin + 2]) for begin in (0, 2, 4)])
+    assert list(StreamingDataLoader(dataset, batch_size=2, collate_fn=len)) == [2, 2, 1]
