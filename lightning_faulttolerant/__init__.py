@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.errors import (
+    AdvancedTooFarError,
     CheckpointError,
     DamagedCheckpointError,
     FaultToleranceError,
     FingerprintMismatchError,
+    HasNotResetProgressError,
     NotExactError,
     NoValidCheckpointError,
     RunInUseError,
@@ -21,6 +23,13 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
+    from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
+    from lightning_faulttolerant.samplers.images import DistributedShardedDataset
+    from lightning_faulttolerant.samplers.metrics import MetricsTracker
+    from lightning_faulttolerant.samplers.shards import ShardedMapDataset
+    from lightning_faulttolerant.samplers.single import InterruptibleSampler
+    from lightning_faulttolerant.samplers.timer import TimestampedTimer
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
@@ -29,24 +38,40 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    InterruptableDistributedGroupedBatchSampler = InterruptibleDistributedGroupedBatchSampler
+    InterruptableDistributedSampler = InterruptibleDistributedSampler
+    InterruptableSampler = InterruptibleSampler
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdvancedTooFarError",
     "AtomicCheckpointIO",
     "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
+    "DistributedShardedDataset",
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "HasNotResetProgressError",
+    "InterruptableDistributedGroupedBatchSampler",
+    "InterruptableDistributedSampler",
+    "InterruptableSampler",
+    "InterruptibleDistributedGroupedBatchSampler",
+    "InterruptibleDistributedSampler",
+    "InterruptibleSampler",
     "MDSWriter",
+    "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumeReport",
     "RunInUseError",
+    "ShardedMapDataset",
     "Stream",
     "StreamingDataLoader",
     "StreamingDataset",
+    "TimestampedTimer",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -57,17 +82,32 @@ __all__ = [
 _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
+    "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
+    "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
+    "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
+    "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
+    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
+    "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
+}
+
+# The original library's spelling of its samplers.
+_SPELLED_OTHERWISE = {
+    "InterruptableDistributedGroupedBatchSampler": "InterruptibleDistributedGroupedBatchSampler",
+    "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
+    "InterruptableSampler": "InterruptibleSampler",
 }
 
 
 def __getattr__(name: str) -> Any:
+    name = _SPELLED_OTHERWISE.get(name, name)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,68 @@
+"""Data sets for the tests of the format: written by either library, read by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_faulttolerant.streaming.format.decompression import decompress_file
+from lightning_faulttolerant.streaming.format.index import parse_index
+from lightning_faulttolerant.streaming.format.info import ShardInfo
+from lightning_faulttolerant.streaming.format.opening import open_shard
+from lightning_faulttolerant.streaming.format.shard import ShardReader
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+def write(writer_class: Any, out: Path, columns: Mapping[str, str], samples: Samples, **options: Any) -> Path:
+    """Write samples with a writer; return its directory."""
+    with writer_class(columns=dict(columns), out=str(out), **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return out
+
+
+def infos(directory: Path) -> tuple[ShardInfo, ...]:
+    """The shards of a data set."""
+    return parse_index((directory / "index.json").read_bytes(), source=str(directory))
+
+
+def opened(directory: Path, shard: int = 0, **options: Any) -> ShardReader:
+    """One shard of a data set, decompressed where it must be."""
+    info = infos(directory)[shard]
+    for raw, zipped in zip(info.files, info.zip_files, strict=False):
+        source, target = str(directory / zipped.basename), str(directory / raw.basename)
+        decompress_file(source, target, str(info.compression), num_bytes=raw.num_bytes)
+    return open_shard(info, str(directory), **options)
+
+
+def read(directory: Path, **options: Any) -> list[dict[str, Any]]:
+    """All samples of a data set, in order."""
+    samples: list[dict[str, Any]] = []
+    for shard, info in enumerate(infos(directory)):
+        reader = opened(directory, shard, **options)
+        assert len(reader) == info.num_samples
+        samples += reader.samples(range(len(reader)))
+        reader.close()
+    return samples
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """What is in the files below a directory, by their names."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two values are equal and of one type: arrays element by element, images pixel by pixel."""
+    if isinstance(expected, dict):
+        return sorted(found) == sorted(expected) and all(same(found[name], expected[name]) for name in expected)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if hasattr(expected, "getpixel"):
+        return (found.mode, found.size, found.tobytes()) == (expected.mode, expected.size, expected.tobytes())
+    if isinstance(expected, (np.ndarray, np.generic)):
+        return type(found) is type(expected) and found.dtype == expected.dtype and np.array_equal(found, expected)
+    return type(found) is type(expected) and found == expected
