@@ -23,6 +23,7 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
     from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
     from lightning_faulttolerant.samplers.images import DistributedShardedDataset
@@ -65,6 +66,7 @@ __all__ = [
     "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
+    "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
     "ShardedMapDataset",
@@ -85,6 +87,7 @@ _LAZY = {
     "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
     "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
+    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",

@@ -281,6 +281,9 @@ class TrackedLoader:
         """
         if self._unused_state is not None:  # resumed, and not iterated since: still where it was
             return copy.deepcopy(self._unused_state)
+        return {**self._state(consumed, iteration), "samplers": self.index_side.own_progress()}
+
+    def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
         if iteration is None:
             iteration = self.iteration
         if iteration is None or consumed is None or self._is_asked:
@@ -336,6 +339,7 @@ class TrackedLoader:
         if had_workers != self.num_workers and self.iterable is None:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
+        self.index_side.load_own_progress(state_dict.get("samplers", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:

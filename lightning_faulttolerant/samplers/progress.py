@@ -19,6 +19,8 @@ from lightning_faulttolerant.samplers.place import Place, place_of
 
 _log = logging.getLogger(__name__)
 
+_KEPT = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
+
 
 class Interruptible(ABC):
     """What the interruptible samplers have in common: an epoch, and how much of it was consumed.
@@ -216,6 +218,15 @@ class Interruptible(ABC):
             self._restart(epoch)
         yield
         self._restart(epoch + 1)
+
+    def progress_state(self) -> dict[str, Any]:
+        """Return all that is kept of the epoch, for this object made again with as many ranks: plain values."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        """Be as when `progress_state` gave `state`; whoever keeps positions himself puts a sampler where it was so."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch to go on with, and what all ranks have consumed of it."""
