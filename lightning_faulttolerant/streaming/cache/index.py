@@ -94,8 +94,9 @@ def _download(source: Remote, attempts: Attempts) -> bytes:
     try:
         return attempts.run(attempt)
     except FailedError as failed:
+        reason = source.without_secrets(str(failed))
         raise IndexFileError(
-            f"The index can't be had from {source.address(INDEX_NAME)}: {source.without_secrets(str(failed))}. It says which shards there are, so "
+            f"The index can't be had from {source.address(INDEX_NAME)}: {reason}. It says which shards there are, so "
             "nothing can be read. Check remote= and the split, and that it can be reached from here."
         ) from failed.__cause__
 

@@ -209,7 +209,9 @@ class ShardCache:
                     return
                 if self._limit is not None:
                     self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
-                self._bring(shard)
+                self._attempts.run(functools.partial(self._bring, shard))
+        except FailedError as failed:
+            raise self._error(shard, failed) from failed.__cause__
         except OSError as error:
             raise ShardError(
                 f"{self._name(shard)} can't be written to {self.directory}: {error}. It has to be there to be read. "
@@ -237,11 +239,7 @@ class ShardCache:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 temporaries.append(stack.enter_context(temporary_for(path)))
                 zip_file = info.zip_files[number] if info.zip_files else None
-                attempt = functools.partial(self._bring_file, shard, file, zip_file, temporaries[-1])
-                try:
-                    self._attempts.run(attempt)
-                except FailedError as failed:
-                    raise self._error(shard, zip_file or file, failed) from failed.__cause__
+                self._bring_file(shard, file, zip_file, temporaries[-1])
             self._kept.publish(shard, temporaries)
 
     def _bring_file(self, shard: int, file: ShardFile, zip_file: ShardFile | None, target: str) -> None:
@@ -283,10 +281,11 @@ class ShardCache:
         if fault is None and self._validate_hash is not None:
             fault = hash_fault(path, file, self._validate_hash)
         if fault is not None:
-            raise DamagedShardError(fault)
+            raise DamagedShardError(f"{file.basename}: {fault}")
 
-    def _error(self, shard: int, file: ShardFile, failed: FailedError) -> ShardError:
-        cause = failed.__cause__
+    def _error(self, shard: int, failed: FailedError) -> ShardError:
+        cause, info = failed.__cause__, self.shards[shard]
+        file = (info.zip_files or info.files)[0]
         address = self._remote.address(file.basename) if self._remote else self._kept.path(file)
         reason = self._remote.without_secrets(str(failed)) if self._remote else str(failed)
         what = f"{self._name(shard)} can't be had from {address}: {reason}."

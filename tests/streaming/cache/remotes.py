@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._faults = faults
         super().__init__(*args)
 
-    def do_GET(self) -> None:  # noqa: N802 - a name of http.server's
+    def do_GET(self) -> None:
         name = self.path.removeprefix("/data/").partition("?")[0]
         fault = self._faults.next_of(name)
         content = self._files.get(name)

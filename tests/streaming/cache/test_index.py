@@ -1,0 +1,125 @@
+"""The index of a data set is always that of its remote, and shards of two indexes never meet in one directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.streaming.cache import fetch_index
+from tests.processes import in_child
+from tests.streaming.cache.remotes import assert_tidy, flaky, make_data, web, write
+
+OLD, NEW = b'{"shards": ["old"]}', b'{"shards": ["new"]}'
+
+
+def test_an_index_is_kept_and_asked_for_again(tmp_path: Path) -> None:
+    """The index goes into the directory, and the same one fetched again stays there."""
+    for _ in range(2):
+        with flaky({"index.json": OLD}) as (remote, _):
+            index = fetch_index(local=str(tmp_path / "local"), remote=remote)
+        assert (index.text, index.directory) == (OLD, str(tmp_path / "local"))
+        assert (tmp_path / "local" / "index.json").read_bytes() == OLD
+    assert_tidy(tmp_path)
+
+
+def test_a_changed_index_has_a_directory_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Shards of the index before are not mixed with those of the one now, and the log says where they are."""
+    found = []
+    for text in (OLD, NEW, NEW, OLD):
+        with flaky({"index.json": text}) as (remote, _), caplog.at_level(logging.WARNING):
+            found.append(fetch_index(local=str(tmp_path), remote=remote))
+    assert [index.text for index in found] == [OLD, NEW, NEW, OLD]
+    assert found[0] == found[3]
+    assert found[1] == found[2]
+    assert found[1].directory == str(tmp_path / f"index-{found[1].digest}")
+    assert Path(found[1].directory, "index.json").read_bytes() == NEW
+    assert found[1].directory in caplog.text
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"shards": ['])
+def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) -> None:
+    """What a power loss has left of an index is none."""
+    (tmp_path / "index.json").write_bytes(torn)
+    with flaky({"index.json": OLD}) as (remote, _):
+        assert fetch_index(local=str(tmp_path), remote=remote).directory == str(tmp_path)
+    assert (tmp_path / "index.json").read_bytes() == OLD
+
+
+def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
+    """Of two data sets that begin at the same time in one directory one has it, and the other a folder in it."""
+    children = []
+    for number in range(6):
+        process_id = os.fork()
+        if not process_id:
+            text = OLD if number % 2 else NEW
+            with flaky({"index.json": text}) as (remote, _):
+                index = fetch_index(local=str(tmp_path), remote=remote)
+            os._exit(0 if Path(index.directory, "index.json").read_bytes() == text else 1)
+        children.append(process_id)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("index-")]) == 1
+
+
+def test_an_index_is_tried_again_too(tmp_path: Path) -> None:
+    """A server that fails, hangs or breaks off is asked again, as for a shard."""
+    faults = {"index.json": ["503", "hang", "short", ""]}
+    with web({"index.json": OLD}, faults) as (remote, seen):
+        assert fetch_index(local=str(tmp_path), remote=remote, retry=3, timeout=0.2).text == OLD
+        assert len(seen.asked) == 4
+
+
+def test_an_index_that_can_not_be_had_is_an_error(tmp_path: Path) -> None:
+    """A missing index is asked for once, a broken one as often as allowed; the one that is here is not used instead."""
+    (tmp_path / "index.json").write_bytes(OLD)
+    with web({}) as (remote, faults):
+        with pytest.raises(IndexFileError, match=f"{remote}/index.json: 1 attempt.*remote="):
+            fetch_index(local=str(tmp_path), remote=remote)
+        assert len(faults.asked) == 1
+    with flaky({"index.json": b"<html>"}) as (remote, _), pytest.raises(IndexFileError, match="3 attempts"):
+        fetch_index(local=str(tmp_path), remote=remote)
+
+
+def test_an_index_without_a_remote_is_only_read(tmp_path: Path) -> None:
+    """Without a remote, or with the directory itself as the remote, the index is read where it is."""
+    with pytest.raises(IndexFileError, match=f"There is no {tmp_path}/index.json"):
+        fetch_index(local=str(tmp_path), remote=None)
+    write(tmp_path, make_data().files)
+    before = sorted(tmp_path.iterdir())
+    for remote in (None, str(tmp_path), f"file://{tmp_path}"):
+        assert fetch_index(local=str(tmp_path), remote=remote).directory == str(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_index_that_is_the_same_needs_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full cache in a directory that can't be written serves its data set."""
+    (tmp_path / "index.json").write_bytes(OLD)
+    monkeypatch.setattr(os, "makedirs", _refuse)
+    monkeypatch.setattr(os, "replace", _refuse)
+    with flaky({"index.json": OLD}) as (remote, _):
+        assert fetch_index(local=str(tmp_path), remote=remote).directory == str(tmp_path)
+
+
+def _refuse(*args: object, **options: object) -> None:
+    raise PermissionError("read-only file system")
+
+
+def test_a_killed_process_leaves_no_lock_on_the_index(tmp_path: Path) -> None:
+    """One that ends while it writes the index keeps nobody from it."""
+
+    def killed(*args: object) -> None:
+        os._exit(9)
+
+    def first() -> None:
+        os.replace = killed  # type: ignore[assignment]
+        with flaky({"index.json": OLD}) as (remote, _):
+            fetch_index(local=str(tmp_path), remote=remote)
+
+    assert in_child(first) == 9
+    with flaky({"index.json": OLD}) as (remote, _):
+        fetch_index(local=str(tmp_path), remote=remote, timeout=1)
+    assert (tmp_path / "index.json").read_bytes() == OLD
+    assert_tidy(tmp_path)

@@ -1,0 +1,216 @@
+"""What is cached stays below the limit: what was used least recently goes, never an only copy, nor what is in use."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
+from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, marks, parse_bytes
+from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX
+from lightning_faulttolerant.streaming.cache.locks import FileLock
+from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write
+
+
+def shards_in(directory: Path) -> list[int]:
+    """The numbers of the shards that are in a directory."""
+    return sorted(int(path.name.split(".")[1]) for path in directory.glob("shard.*.mds"))
+
+
+def fetch(cache: ShardCache, *shards: int) -> None:
+    """Fetch shards one after the other, at times that differ."""
+    for shard in shards:
+        cache.fetch(shard)
+        time.sleep(0.002)
+
+
+def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
+    """Only as many shards stay as fit, and it is the last use that counts, not the download."""
+    data = make_data(6)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3500))
+        fetch(cache, 0, 1, 2, 0, 3)
+        assert shards_in(tmp_path) == [0, 2, 3]
+        fetch(cache, 2, 4, 5)
+        assert shards_in(tmp_path) == [2, 4, 5]
+        assert not cache.is_here(0)
+        fetch(cache, 0)
+        assert shards_in(tmp_path) == [0, 4, 5]
+    assert_tidy(tmp_path)
+    assert len(list((tmp_path / marks.DIRECTORY).iterdir())) == 3
+
+
+def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
+    """A shard of one stream makes room for one of another."""
+    one, other = make_data(3, salt="one"), make_data(3, salt="other")
+    limit = CacheLimit("3.5kb")
+    with flaky({**{f"one/{name}": content for name, content in one.files.items()}, **other.files}) as (remote, _):
+        first = cache_of(one, tmp_path / "one", f"{remote}/one", limit=limit)
+        second = cache_of(other, tmp_path / "other", remote, limit=limit)
+        fetch(first, 0, 1, 2)
+        fetch(second, 0, 1)
+    assert shards_in(tmp_path / "one") == [2]
+    assert shards_in(tmp_path / "other") == [0, 1]
+
+
+def test_what_is_held_is_not_evicted(tmp_path: Path) -> None:
+    """A shard in use stays, as often as it is held, and goes when it is released; if nothing else can go it is said."""
+    data = make_data(6)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
+        fetch(cache, 0)
+        cache.hold(0)
+        cache.hold(0)
+        fetch(cache, 1, 2, 3)
+        assert shards_in(tmp_path) == [0, 3]
+        cache.hold(3)
+        with pytest.raises(CacheLimitError, match=r"2000 bytes.*of the 2000.*reading 2000.*takes 1000"):
+            cache.fetch(4)
+        cache.release(0)
+        with pytest.raises(CacheLimitError):
+            cache.fetch(4)
+        cache.release(0)
+        cache.fetch(4)
+    assert shards_in(tmp_path) == [3, 4]
+
+
+def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
+    """A stream without a remote does not count, and what somebody put into a cache stays there."""
+    local, data = make_data(3, salt="local"), make_data(4)
+    write(tmp_path / "local", local.files)
+    write(tmp_path / "cache", {"shard.00000.mds": data.raw["shard.00000.mds"]})
+    limit = CacheLimit(2500)
+    with flaky(data.files) as (remote, _):
+        only = cache_of(local, tmp_path / "local", None, limit=limit)
+        cache = cache_of(data, tmp_path / "cache", remote, limit=limit)
+        fetch(only, 0, 1, 2)
+        fetch(cache, 0, 1, 2, 3)
+        assert shards_in(tmp_path / "local") == [0, 1, 2]
+        assert shards_in(tmp_path / "cache") == [0, 3]
+
+
+def test_what_another_run_left_counts_and_is_evicted(tmp_path: Path) -> None:
+    """A limit holds for what is there already, whoever fetched it."""
+    data = make_data(6)
+    with flaky(data.files) as (remote, _):
+        fetch(cache_of(data, tmp_path, remote), *range(5))
+        fetch(cache_of(data, tmp_path, remote, limit=CacheLimit(2000)), 5)
+    assert shards_in(tmp_path) == [4, 5]
+
+
+def test_compressed_files_count(tmp_path: Path) -> None:
+    """A compressed file that is kept counts, and goes with its shard."""
+    data = make_data(4, compression="zstd")
+    num_bytes = sum(map(len, (*data.raw.values(), *data.stored.values()))) // 2
+    with flaky(data.files) as (remote, _):
+        fetch(cache_of(data, tmp_path, remote, keep_zip=True, limit=CacheLimit(num_bytes)), 0, 1, 2)
+    assert shards_in(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("*.zip"))) == 2
+
+
+def test_a_limit_that_can_not_work_is_refused(tmp_path: Path) -> None:
+    """A limit below the largest shard is an error at once, with both numbers."""
+    with pytest.raises(ValueError, match=r"cache_limit is 999 bytes.*takes 1000"):
+        cache_of(make_data(), tmp_path, "memory://x", limit=CacheLimit(999))
+
+
+def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
+    """What another process has announced is waited for, not counted as free, unless that process is dead."""
+    data = make_data(4)
+    (tmp_path / marks.DIRECTORY).mkdir()
+    path = str(tmp_path / marks.DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        lock = FileLock(path)
+        lock.acquire(0)
+        lock.announce(1000)
+        os.write(writing, b".")
+        time.sleep(60)
+    os.read(reading, 1)
+    with flaky(data.files) as (remote, faults):
+        limit = CacheLimit(1500)
+        cache = cache_of(data, tmp_path, remote, limit=limit, download_timeout=0.1, download_retry=0)
+        with pytest.raises(CacheLimitError, match="of the 1000 that are in use"):
+            cache.fetch(0)
+        assert faults.asked == []
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        cache.fetch(0)
+    os.close(reading)
+    os.close(writing)
+
+
+def read_all(data: Data, directory: Path, remote: str, seed: int) -> None:
+    """Read shards in a random order, as a worker does, with a limit."""
+    cache = cache_of(data, directory, remote, limit=CacheLimit(4000))
+    draws = random.Random(seed)
+    for _ in range(40):
+        shard = draws.randrange(len(data.infos))
+        name = data.infos[shard].files[0].basename
+        assert cache.open(shard, lambda found, name=name: Path(found, name).read_bytes()) == data.raw[name]
+        assert len(shards_in(directory)) <= 4
+
+
+def test_many_processes_evict_from_each_other(tmp_path: Path) -> None:
+    """Four processes that need ten shards where four fit in all read what they asked for, and never keep more."""
+    data = make_data(10)
+    write(tmp_path / "remote", data.files)
+    children = []
+    for seed in range(4):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                read_all(data, tmp_path / "local", str(tmp_path / "remote"), seed)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert_tidy(tmp_path / "local")
+
+
+def test_a_shard_that_another_process_has_just_used_is_kept(tmp_path: Path) -> None:
+    """What was used between the look and the eviction is not evicted."""
+    data = make_data()
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(10_000))
+        fetch(cache, 0)
+        last_use = cache.contents().last_uses[0]
+        fetch(cache, 0)
+        assert cache.evict(0, last_use) == 0
+        assert cache.evict(0, cache.contents().last_uses[0]) == 1000
+
+
+def test_nothing_is_evicted_before_it_is_asked_for_in_vain(tmp_path: Path) -> None:
+    """A shard that the remote does not have costs at most the room that it would have taken."""
+    data = make_data(4)
+    with web(data.stored, {"shard.00003.mds": ["404"] * 5}) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(3000))
+        fetch(cache, 0, 1, 2)
+        for _ in range(3):
+            with pytest.raises(MissingShardError):
+                cache.fetch(3)
+    assert len(shards_in(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [(7, 7), ("7", 7), ("2kb", 2048), ("2 KB", 2048), ("1.5m", 3 << 19), ("10gb", 10 << 30), ("1tb", 1 << 40)],
+)
+def test_sizes_may_be_written_as_texts(size: int | str, num_bytes: int) -> None:
+    """A size is a number of bytes, or a text with a unit of powers of 1,024."""
+    assert parse_bytes(size) == num_bytes
+
+
+@pytest.mark.parametrize("size", [0, -1, "", "gb", "-1gb", "1xb", "0", True])
+def test_what_is_no_size_is_refused(size: int | str) -> None:
+    """Anything else is an error that shows it."""
+    with pytest.raises(ValueError, match="is no size"):
+        CacheLimit(size)

@@ -1,0 +1,308 @@
+"""Ranks, workers and runs share a cache directory, and each of them may be killed at any moment."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.errors import ShardError
+from lightning_faulttolerant.streaming.cache import ShardCache, locks, temporary
+from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
+from tests.processes import in_child
+from tests.streaming.cache.remotes import (
+    HASH,
+    Data,
+    assert_tidy,
+    assert_whole,
+    cache_of,
+    flaky,
+    make_data,
+    web,
+    write,
+)
+
+SHARD = "shard.00001.mds"
+
+
+def start(main: Callable[[], Any]) -> int:
+    """Run a function in a forked child; return its process id."""
+    process_id = os.fork()
+    if not process_id:
+        code = 1
+        try:
+            main()
+            code = 0
+        finally:
+            os._exit(code)
+    return process_id
+
+
+def wait(process_id: int) -> int:
+    """Return the exit code of a child."""
+    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until something is so; pytest's time-out ends what never is."""
+    while not condition():
+        time.sleep(0.002)
+
+
+def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
+    """Four processes that want the same shards at the same time ask the remote once for each."""
+    data = make_data(num_bytes=300)
+    with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
+        children = [start(lambda: assert_whole(cache_of(data, tmp_path, remote), data)) for _ in range(4)]
+        assert [wait(child) for child in children] == [0] * 4
+        assert sorted(faults.asked) == sorted(data.stored)
+
+
+def test_threads_of_one_process_download_a_shard_once(tmp_path: Path) -> None:
+    """The locks of the operating system know no threads; ours do."""
+    data = make_data(num_bytes=300)
+    with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
+        caches = [cache_of(data, tmp_path, remote) for _ in range(4)]
+        threads = [threading.Thread(target=assert_whole, args=(cache, data)) for cache in caches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(faults.asked) == sorted(data.stored)
+    assert_whole(caches[0], data)
+
+
+def fetch_slowly(data: Data, local: Path) -> None:
+    """Fetch all shards over and over from a remote that takes its time."""
+    kinds = ["drip"] * 1000
+    with flaky(data.files, dict.fromkeys(data.stored, kinds)) as (remote, _):
+        while True:
+            cache = cache_of(data, local, remote, validate_hash=HASH)
+            for number in range(len(data.infos)):
+                cache.fetch(number)
+                (local / data.infos[number].files[0].basename).unlink()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str | None) -> None:
+    """Killed at any moment, one leaves at most files that the next one sweeps; and that one gets every shard whole."""
+    draws = random.Random(1)
+    data = make_data(num_bytes=500, compression=compression)
+    num_left = 0
+    for _ in range(8):
+        child = start(lambda: fetch_slowly(data, tmp_path))
+        wait_for(lambda: any(tmp_path.rglob("*.tmp")))
+        time.sleep(draws.uniform(0, 0.15))
+        os.kill(child, signal.SIGKILL)
+        assert wait(child) == -signal.SIGKILL
+        num_left += sum(1 for _ in tmp_path.rglob("*.tmp"))
+        with flaky(data.files) as (remote, _):
+            cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=1)
+            (tmp_path / SHARD).unlink(missing_ok=True)  # so that there is something to fetch
+            assert_whole(cache, data)
+        for path in tmp_path.glob("shard*"):
+            path.unlink()
+    assert num_left > 0
+
+
+def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
+    """Who waits for a download goes on at once when its process is killed."""
+    data = make_data()
+    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
+        first = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
+        wait_for(lambda: faults.asked)
+        second = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
+        time.sleep(0.1)
+        assert faults.asked == [SHARD]
+        os.kill(first, signal.SIGKILL)
+        assert wait(second) == 0
+        wait(first)
+    assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
+
+
+def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """A holder of the lock that does not move is passed by once its time must be over."""
+    data = make_data()
+    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
+        sleeper = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
+        wait_for(lambda: faults.asked)
+        os.kill(sleeper, signal.SIGSTOP)
+        try:
+            cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0).fetch(1)
+        finally:
+            os.kill(sleeper, signal.SIGKILL)
+            wait(sleeper)
+    assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
+
+
+def test_a_child_of_a_process_that_holds_a_lock_does_not_hold_it(tmp_path: Path) -> None:
+    """A data-loading worker that outlives a killed rank keeps nobody from fetching what the rank was fetching."""
+    path = str(tmp_path / "shard.lock")
+    reading, writing = os.pipe()
+
+    def rank() -> None:
+        assert FileLock(path).acquire(0)
+        worker = start(lambda: time.sleep(60))
+        os.write(writing, worker.to_bytes(8, "big"))
+        time.sleep(60)
+
+    first = start(rank)
+    worker = int.from_bytes(os.read(reading, 8), "big")
+    assert not FileLock(path).acquire(0)
+    os.kill(first, signal.SIGKILL)
+    wait(first)
+    assert FileLock(path).acquire(5)
+    FileLock(path).release()
+    os.kill(worker, signal.SIGKILL)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
+    """A child neither has a lock that its parent holds, nor ends it by what it closes; and it may wait for it."""
+    path = str(tmp_path / "shard.lock")
+    lock = FileLock(path)
+    assert lock.acquire(0)
+
+    def child() -> None:
+        lock.release()  # not its own: nothing happens
+        assert os.path.exists(path)
+        assert not FileLock(path).acquire(0)
+
+    assert in_child(child) == 0
+    assert in_child(child) == 0
+    lock.release()
+    assert not os.path.exists(path)
+
+
+def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
+    """A worker that is forked in the middle of a download by another thread of its parent fetches like any other."""
+    data = make_data()
+    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote)
+        cache.hold(0)
+        thread = threading.Thread(target=cache.fetch, args=(1,))
+        thread.start()
+        wait_for(lambda: faults.asked)
+        children = []
+        for _ in range(3):
+            with cache._holds_lock, locks._held_lock:  # as if another thread were inside
+                children.append(start(lambda: (cache.fetch(0), cache.release(0), cache.hold(2), cache.fetch(2))))
+        assert [wait(child) for child in children] == [0] * 3
+        faults.is_over.set()
+        thread.join()
+    assert_whole(cache, data)
+
+
+def _fetch_all(cache: ShardCache, data: Data) -> None:
+    assert_whole(cache, data)
+
+
+def test_a_cache_goes_to_a_spawned_worker(tmp_path: Path) -> None:
+    """A cache is pickled with what it needs, and what one process has checked is checked by the next."""
+    data = make_data()
+    write(tmp_path / "remote", data.files)
+    cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"), validate_hash=HASH)
+    cache.fetch(0)
+    cache.hold(0)
+    worker = multiprocessing.get_context("spawn").Process(target=_fetch_all, args=(cache, data))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    copy = pickle.loads(pickle.dumps(cache))
+    assert not copy.is_held(0)
+    (tmp_path / "local" / "shard.00000.mds").write_bytes(b"")
+    assert not copy.is_here(0)
+
+
+def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    """A temporary file goes if its process is dead, had this one's number, or has been silent for long elsewhere."""
+    data = make_data()
+    host = socket.gethostname().replace(".", "-")
+    dead = start(lambda: None)
+    wait(dead)
+    old, new = time.time() - 7200, time.time()
+
+    def leave(host: str, process_id: int, modified: float) -> str:
+        path = tmp_path / f"{SHARD}.{host}.{process_id}.0123456789abcdef{temporary.SUFFIX}"
+        path.write_bytes(b"")
+        os.utime(path, (modified, modified))
+        return path.name
+
+    gone = {leave(host, dead, new), leave(host, os.getpid(), new), leave(host, 1, old), leave("elsewhere", 1, old)}
+    stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
+    (tmp_path / "notes.tmp").write_bytes(b"not ours")
+    with flaky(data.files) as (remote, _):
+        cache_of(data, tmp_path, remote).fetch(1)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & gone
+    assert stays | {"notes.tmp"} <= left
+
+
+def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process was taken for dead that is not, its shard is no missing one."""
+    data = make_data()
+    replaced = []
+
+    def swept(source: str, target: str) -> None:
+        replaced.append(target)
+        if target.endswith(".mds"):
+            raise FileNotFoundError(source)
+
+    monkeypatch.setattr(os, "replace", swept)
+    with flaky(data.files) as (remote, _), pytest.raises(ShardError, match="was removed by somebody"):
+        cache_of(data, tmp_path, remote).fetch(1)
+    assert [Path(path).name for path in replaced if path.endswith(".mds")] == [SHARD] * 3
+
+
+def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
+    """What a dead process announced does not count for ever; what a living one announced does."""
+    path = str(tmp_path / "shard.lock")
+    reading, writing = os.pipe()
+
+    def hold() -> None:
+        lock = FileLock(path)
+        assert lock.acquire(0)
+        lock.announce(1000)
+        os.write(writing, b".")
+        time.sleep(60)
+
+    child = start(hold)
+    os.read(reading, 1)
+    assert not is_abandoned(path)
+    assert os.stat(path).st_size == 1000
+    os.kill(child, signal.SIGKILL)
+    wait(child)
+    assert is_abandoned(path)
+    assert not os.path.exists(path)
+    os.close(reading)
+    os.close(writing)
+    with locked(path, 0) as lock, locked(path, 0) as other:
+        assert lock is not None
+        assert other is None
+
+
+def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that can't lock each process fetches for itself, and all is as it should be."""
+    import fcntl
+
+    def refuse(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    data = make_data(num_bytes=300)
+    with web(data.stored, {name: ["slow"] * 2 for name in data.stored}) as (remote, _):
+        children = [start(lambda: cache_of(data, tmp_path, remote).fetch(1)) for _ in range(2)]
+        assert [wait(child) for child in children] == [0] * 2
+        assert_whole(cache_of(data, tmp_path, remote), data)
+    assert_tidy(tmp_path)
