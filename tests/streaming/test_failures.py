@@ -1,0 +1,175 @@
+"""Delivered equals planned, or an exception in the consumer: each failure of the original's has a test here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import (
+    DamagedShardError,
+    IndexFileError,
+    MissingShardError,
+    ShardError,
+    UnsafeDataError,
+)
+from lightning_faulttolerant.streaming.cache import attempts
+from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
+from tests.streaming.shard_files import numbers, shard_paths, write
+
+NUM_SAMPLES = 200
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let retries follow one another without a pause."""
+    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    """A data set of 200 samples."""
+    return write(tmp_path / "remote", NUM_SAMPLES)
+
+
+def _read(local: Path | str, remote: str | None = None, *, num_workers: int = 0, **options: Any) -> list[int]:
+    dataset = StreamingDataset(str(local), remote, batch_size=8, **options)
+    return numbers(StreamingDataLoader(dataset, batch_size=8, num_workers=num_workers))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@WORKERS
+def test_a_shard_that_is_missing_remotely_raises(tmp_path: Path, remote: str, num_workers: int) -> None:
+    """The original ends the epoch silently, or hangs: ours names shard, address and attempts."""
+    missing = shard_paths(remote)[4]
+    missing.unlink()
+    with pytest.raises(MissingShardError) as raised:
+        _read(tmp_path / "cache", remote, num_workers=num_workers)
+    assert missing.name in str(raised.value)
+    assert remote in str(raised.value)
+    assert "attempt" in str(raised.value)
+
+
+@WORKERS
+def test_a_shard_that_is_missing_here_raises(remote: str, num_workers: int) -> None:
+    """A local data set that lacks a shard raises and names it."""
+    shard_paths(remote)[4].unlink()
+    with pytest.raises(MissingShardError, match=r"shard\.00004\.mds"):
+        _read(remote, num_workers=num_workers)
+
+
+@WORKERS
+def test_a_bad_hash_raises_and_is_not_served_later(tmp_path: Path, remote: str, num_workers: int) -> None:
+    """A flipped bit raises with both hashes; once it is repaired, every sample is right: the bad file was not kept."""
+    bad = shard_paths(remote)[3]
+    good = bad.read_bytes()
+    _flip(bad)
+    with pytest.raises(DamagedShardError, match=rf"{bad.name}(.|\n)*sha1"):
+        _read(tmp_path / "cache", remote, num_workers=num_workers, validate_hash="sha1")
+    assert not (tmp_path / "cache" / bad.name).exists()
+    bad.write_bytes(good)
+    assert _read(tmp_path / "cache", remote, num_workers=num_workers, validate_hash="sha1") == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("fault", [b"", b"half", None], ids=["empty", "truncated", "deleted"])
+def test_a_cached_shard_that_is_damaged_is_fetched_again(tmp_path: Path, remote: str, fault: bytes | None) -> None:
+    """What is in the cache is checked: an empty, a truncated and a deleted file are fetched again."""
+    cache = tmp_path / "cache"
+    assert _read(cache, remote) == list(range(NUM_SAMPLES))
+    cached = shard_paths(cache)[2]
+    if fault is None:
+        cached.unlink()
+    else:
+        cached.write_bytes(cached.read_bytes()[:100] if fault else b"")
+    assert _read(cache, remote) == list(range(NUM_SAMPLES))
+
+
+@WORKERS
+def test_a_local_shard_that_is_truncated_raises(remote: str, num_workers: int) -> None:
+    """Where there is nothing to fetch from, a damaged file raises and stays: it may be the only copy."""
+    path = shard_paths(remote)[2]
+    os.truncate(path, 100)
+    with pytest.raises(DamagedShardError, match=path.name):
+        _read(remote, num_workers=num_workers)
+    assert path.stat().st_size == 100
+
+
+def test_no_retry_is_one_attempt(tmp_path: Path, remote: str) -> None:
+    """download_retry=0 reads, with one attempt for each shard; the original takes it for none at all."""
+    assert _read(tmp_path / "cache", remote, download_retry=0) == list(range(NUM_SAMPLES))
+    os.truncate(shard_paths(remote)[2], 100)
+    with pytest.raises(DamagedShardError, match="1 attempt"):
+        _read(tmp_path / "cache-2", remote, download_retry=0)
+
+
+def test_two_data_sets_share_remote_and_cache(tmp_path: Path, remote: str) -> None:
+    """Two instances in one process on one directory read at once, and a third behind them: the original refuses."""
+    cache = str(tmp_path / "cache")
+    first, second = StreamingDataset(cache, remote), StreamingDataset(cache, remote, shuffle=True)
+    read = list(zip(first, second, strict=True))
+    assert [one["n"] for one, _ in read] == list(range(NUM_SAMPLES))
+    assert sorted(two["n"] for _, two in read) == list(range(NUM_SAMPLES))
+    assert numbers(StreamingDataset(cache, remote)) == list(range(NUM_SAMPLES))
+
+
+def test_a_changed_remote_is_noticed(tmp_path: Path, remote: str) -> None:
+    """When the data set behind the address is another one, its samples are read, not the cached ones."""
+    cache = tmp_path / "cache"
+    assert _read(cache, remote) == list(range(NUM_SAMPLES))
+    shutil.rmtree(remote)
+    write(Path(remote), 50, first=1000)
+    assert _read(cache, remote) == list(range(1000, 1050))
+
+
+def test_a_cache_that_cannot_be_written_serves(tmp_path: Path, remote: str) -> None:
+    """A cache that is complete is read as a local data set too, with the remote gone."""
+    cache = tmp_path / "cache"
+    _read(cache, remote)
+    shutil.rmtree(remote)
+    assert _read(cache) == list(range(NUM_SAMPLES))
+    with pytest.raises(IndexFileError, match="remote"):
+        _read(cache, remote)
+
+
+@WORKERS
+def test_shards_are_evicted_and_fetched_again(tmp_path: Path, remote: str, num_workers: int) -> None:
+    """With a limit below the size of the data, epochs are whole, and the cache stays below the limit."""
+    cache = tmp_path / "cache"
+    limit = sum(path.stat().st_size for path in shard_paths(remote)[:6])
+    dataset = StreamingDataset(str(cache), remote, shuffle=True, shuffle_block_size=30, batch_size=8, cache_limit=limit)
+    loader = StreamingDataLoader(dataset, batch_size=8, num_workers=num_workers)
+    for _ in range(2):
+        assert sorted(numbers(loader)) == list(range(NUM_SAMPLES))
+        assert sum(path.stat().st_size for path in shard_paths(cache)) <= limit
+    assert len(shard_paths(remote)) > 10
+
+
+@WORKERS
+def test_a_pickled_column_is_refused(tmp_path: Path, num_workers: int) -> None:
+    """A column that would run code raises before a byte of it is read, unless it is allowed."""
+    directory = str(tmp_path / "data")
+    with MDSWriter(out=directory, columns={"n": "pkl"}) as writer:
+        writer.write({"n": 5})
+    with pytest.raises(UnsafeDataError, match="allow_unsafe_types"):
+        _read(directory, num_workers=num_workers)
+    assert StreamingDataset(directory, allow_unsafe_types=True)[0] == {"n": 5}
+
+
+def test_samples_are_had_by_number_from_a_remote(tmp_path: Path, remote: str) -> None:
+    """A sample that is asked for by number is fetched with its shard, and an error names that shard."""
+    dataset = StreamingDataset(str(tmp_path / "cache"), remote)
+    shard_paths(remote)[-1].unlink()
+    assert dataset[3] == {"n": 3}
+    assert len(shard_paths(tmp_path / "cache")) == 1
+    with pytest.raises(ShardError):
+        dataset[-1]
