@@ -9,13 +9,16 @@ Run `python benchmarks/streaming.py --help` from the repository.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,7 @@ DATA = {
 POSITIONS = (0.0, 0.1, 0.5, 0.9, 0.99)
 COLD = (0.0, 0.9)
 WORKERS = (0, 2)
-# At least so many times as many samples per second as MosaicML Streaming; as LitData, in any case.
-TARGETS = {("small", 0): 6.0, ("small", 2): 4.0, ("big", 0): 3.0, ("big", 2): 2.0}
-
+_DISTRIBUTIONS = {"mosaic": "mosaicml-streaming", "litdata": "litdata"}
 Found = dict[str, list[float]]
 
 
@@ -99,6 +100,11 @@ def first_batches(
     return cases
 
 
+def _version(name: str) -> str:
+    distribution = _DISTRIBUTIONS[name]
+    return f"{distribution} {importlib.metadata.version(distribution)}"
+
+
 def _print(name: str, case: Mapping[str, Any], form: str) -> None:
     medians = " ".join(f"{library} {value:{form}}" for library, value in case["medians"].items())
     ratios = " ".join(
@@ -111,7 +117,13 @@ def measure(names: list[str], directory: Path, *, data: list[Data], rounds: int,
     """Write the data sets, then measure all."""
     served = [Served(name, directory) for name in names]
     try:
+        kinds: dict[str, Callable[..., Any]] = {
+            "speed": partial(speeds, seconds=seconds),
+            "warm": partial(first_batches, cold=False),
+            "cold": partial(first_batches, cold=True),
+        }
         cases: dict[str, Any] = {}
+        loads = []
         for each in data:
             places = {of.format: directory / f"{each.name}-{of.format}" for of in served}
             for format_, place in places.items():
@@ -120,14 +132,18 @@ def measure(names: list[str], directory: Path, *, data: list[Data], rounds: int,
                 format_: sum(path.suffix in (".mds", ".bin") for path in place.iterdir())
                 for format_, place in places.items()
             }
-            cases[each.name] = {
-                "samples": each.num_samples,
-                "shards": shards,
-                "speed": speeds(served, places, each, rounds=rounds, seconds=seconds),
-                "warm": first_batches(served, places, each, rounds=rounds, cold=False),
-                "cold": first_batches(served, places, each, rounds=rounds, cold=True),
-            }
-        return {"import_s": {each.name: each.import_seconds for each in served}, "rounds": rounds, "cases": cases}
+            measured = {}
+            for kind, measure_kind in kinds.items():
+                measured[kind] = measure_kind(served, places, each, rounds=rounds)
+                loads.append(os.getloadavg()[0])
+            cases[each.name] = {"samples": each.num_samples, "shards": shards, **measured}
+        return {
+            "versions": ", ".join(_version(name) for name in names if name in _DISTRIBUTIONS),
+            "import_s": {each.name: each.import_seconds for each in served},
+            "rounds": rounds,
+            "loads": sorted(loads),
+            "cases": cases,
+        }
     finally:
         for each in served:
             each.close()
