@@ -96,22 +96,20 @@ class Output:
         Raises:
             OSError: If that, or something before it, can't be written.
         """
-        try:
-            self._raise_failures(only_done=False)
-            if self._local is not None:
-                self._local.replace(INDEX_BASENAME, data)
-                self._written.append(INDEX_BASENAME)
-            if self._remote is not None:
-                self._upload(INDEX_BASENAME, data)
-        finally:
-            self._close()
+        self._raise_failures(only_done=False)
+        if self._local is not None:
+            self._local.replace(INDEX_BASENAME, data)
+            self._written.append(INDEX_BASENAME)
+        if self._remote is not None:
+            self._upload(INDEX_BASENAME, data)
+        self._close()
         if isinstance(self._local, LocalPlace) and self._remote is not None and not self._keep_local:
             self._local.delete(reversed(self._written))
             if not self._local.names():
                 os.rmdir(self._local.path)
 
     def abandon(self) -> None:
-        """Give up: there will be no index."""
+        """Give up: wait for the uploads under way, begin no other."""
         self._close()
 
     def _upload(self, name: str, data: bytes) -> None:
