@@ -61,6 +61,8 @@ class Layout:
         sample = {}
         for name, encoding, size in self._columns:
             first, at = at, at + (size or next(lengths))
+            if at > end:
+                raise ValueError(f"column {name!r} ends at byte {at}, the sample at {end}")
             sample[name] = encoding.decode(buffer, first, at)
         if at != end:
             raise ValueError(f"the columns end at byte {at}, the sample at {end}")

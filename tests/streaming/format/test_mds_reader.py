@@ -243,6 +243,19 @@ def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tm
     reader.close()
 
 
+def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
+    """A column that would end behind its sample is named, before anything is made of bytes that are not its own."""
+    samples = [{"a": {"k": 1}, "b": b"b"}] * 3
+    out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)
+    data = bytearray((out / "shard.00000.mds").read_bytes())
+    put(data, offset(data, 1), 60)
+    (out / "shard.00000.mds").write_bytes(data)
+    reader = opened(out, allow_unsafe_types=True)
+    with pytest.raises(DamagedShardError, match="column 'a' ends at byte"):
+        reader[1]
+    reader.close()
+
+
 def test_a_value_that_can_not_be_decoded_names_its_sample(tmp_path: Path) -> None:
     """Bytes that are no text of UTF-8 are a damaged shard, not a decoding error from nowhere."""
     out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": b"\xff"}] * 2 + [{"s": "x"}] * 5)
