@@ -32,7 +32,25 @@ def variable(number: int) -> dict[str, Any]:
     return {"i": number, "s": "ü" * (number % 7), "y": np.full((2, number % 5 + 1), number), "b": b"b" * (number % 3)}
 
 
-KINDS = {"fixed": (FIXED, fixed), "variable": (VARIABLE, variable), "no columns": ({}, lambda number: {})}
+SHAPED = {"same": "ndarray", "turned": "ndarray:int16", "typed": "ndarray", "large": "ndarray"}
+
+
+def shaped(number: int) -> dict[str, Any]:
+    """A sample of `SHAPED`: arrays of as many bytes in each, but of other shapes or types, and one that is large."""
+    return {
+        "same": np.full((2, 3), number, np.float64),
+        "turned": np.full((2, 3) if number % 7 else (3, 2), number, np.int16),
+        "typed": np.full(4, number, np.int32 if number % 7 else np.float32),
+        "large": np.full(1000, number, np.int64),
+    }
+
+
+KINDS = {
+    "fixed": (FIXED, fixed),
+    "variable": (VARIABLE, variable),
+    "shaped": (SHAPED, shaped),
+    "no columns": ({}, lambda number: {}),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
