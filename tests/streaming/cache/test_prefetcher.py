@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError
+from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, prefetcher
 from lightning_faulttolerant.testing.processes import fork_and_run
-from tests.processes import in_child
-from tests.streaming.cache.children import child, wait_for
+from tests.streaming.cache.children import child, held_by_a_thread, wait_for
 from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web, write
 
 
@@ -35,8 +34,9 @@ def here(data: Data, directory: Path) -> list[int]:
     return [number for number, info in enumerate(data.infos) if (directory / info.files[0].basename).exists()]
 
 
-def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
-    """As the reader goes on, the shards of the next samples come, and no others."""
+def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reader goes on, the shards of the next samples come at once, and no others."""
+    monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 1000.0)
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -44,10 +44,12 @@ def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2])
             time.sleep(0.05)
             assert here(data, tmp_path) == [0, 1, 2]
+            assert cache.is_held(0)
+            assert ahead.wait(0, 0) == str(tmp_path)
+            assert not cache.is_held(0)
             ahead.advance(9)
             ahead.advance(10)
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3])
-            assert ahead.wait(0, 0) == str(tmp_path)
             ahead.advance(70)
             wait_for(lambda: here(data, tmp_path) == list(range(8)))
         assert sorted(faults.asked) == sorted(data.stored)
@@ -97,6 +99,18 @@ def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, kind: type[
             ahead.wait(0, 5)
 
 
+def test_an_error_to_come_is_waited_for(tmp_path: Path) -> None:
+    """Who needs a shard that is being fetched gets the error of that, and does not begin all the attempts again."""
+    data = make_data(3)
+    with flaky(data.files, {"shard.00000.mds": ["hang"] * 9}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0)
+        with Prefetcher([cache], needs(1), predownload=100) as ahead:
+            wait_for(lambda: faults.asked)
+            with pytest.raises(ShardError, match=r"Shard 0 .*1 attempt"):
+                ahead.wait(0, 0)
+            assert faults.asked == ["shard.00000.mds"]
+
+
 def test_an_error_of_the_plan_is_raised(tmp_path: Path) -> None:
     """A plan that can't be made is no end of the epoch."""
 
@@ -125,10 +139,10 @@ def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
 def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
     """A download that hangs, or the pause before the next attempt, keeps no one from the end."""
     data = make_data(4)
-    kinds = {"shard.00000.mds": ["hang"] * 9, "shard.00001.mds": ["hang"] * 9}
+    kinds = {name: ["hang"] * 9 for name in data.stored}
     with web(data.stored, kinds) as (remote, faults):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=100)
-        wait_for(lambda: len(faults.asked) == 2)
+        wait_for(lambda: len(faults.asked) == 4)
         ahead.close()
         assert threads() == []
         assert_tidy(tmp_path)
@@ -140,7 +154,7 @@ def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
     with flaky(data.files) as (remote, _):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
         wait_for(lambda: here(data, tmp_path) == [0])
-        assert len(threads()) == 2
+        assert len(threads()) == prefetcher._NUM_THREADS
         del ahead
         gc.collect()
         wait_for(lambda: threads() == [])
@@ -158,8 +172,8 @@ def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
             ahead.wait(0, 2)
             ahead.close()
 
-        with ahead._work._changed, ahead._work.stop._cond:  # as if a thread were inside
-            assert in_child(worker) == 0
+        with held_by_a_thread(ahead._work._changed, ahead._work.stop._cond), child(worker) as process:
+            assert process.wait() == 0
         ahead.close()
     assert here(data, tmp_path) == [2]
 
@@ -257,6 +271,7 @@ def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> Non
             for number in (0, 1):
                 ahead.wait(0, number)
                 cache.hold(number)
+            wait_for(lambda: cache.is_held(2))  # it is being tried
             with pytest.raises(CacheLimitError, match="2000"):
                 ahead.wait(0, 2)
 
