@@ -74,6 +74,39 @@ def test_a_mixture_is_resumed(directories: list[str], num_workers: int) -> None:
     assert batches(resumed) == expected[1]
 
 
+def _batched(directories: list[str], method: str, batch_size: int = 10) -> StreamingDataLoader:
+    dataset = _mixed(directories, batching_method=method, batch_size=batch_size)
+    return StreamingDataLoader(dataset, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("stratified", {(6, 4)}), ("per_stream", {(10, 0), (0, 10)})], ids=["stratified", "one"]
+)
+def test_batches_are_of_the_streams_as_asked(
+    directories: list[str], method: str, expected: set[tuple[int, int]]
+) -> None:
+    """Each batch has its share of each stream, or is of one; a resume between two batches goes on."""
+    loader = _batched(directories, method)
+    epochs = [batches(loader), batches(loader)]
+    assert {_counts(batch) for epoch in epochs for batch in epoch} == expected
+    assert [len(epoch) for epoch in epochs] == [10, 10] == [len(loader)] * 2
+    assert len({number for batch in epochs[0] for number in batch}) == 100
+    resumed = _batched(directories, method)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 1, "sample_in_epoch": 30})
+    assert batches(resumed) == epochs[1][3:]
+
+
+def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -> None:
+    """Their order depends on the global batch, so another one is an error, at once or, not strict, where it begins."""
+    state = {**_batched(directories, "stratified").state_dict(), "sample_in_epoch": 30}
+    other = _batched(directories, "stratified", batch_size=20)
+    with pytest.raises(FingerprintMismatchError, match="stratified 10 -> stratified 20"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, strict=False)
+    with pytest.raises(ValueError, match="inside"):
+        iter(other)
+
+
 def test_a_state_of_another_mixture_is_refused(directories: list[str]) -> None:
     """Other weights are another order: an error that says so."""
     state = _mixed(directories, {"repeat": 1}, {"repeat": 2}).state_dict(0, True)
