@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.errors import (
+    AdvancedTooFarError,
     CheckpointError,
     DamagedCheckpointError,
     FaultToleranceError,
     FingerprintMismatchError,
+    HasNotResetProgressError,
     NotExactError,
     NoValidCheckpointError,
     RunInUseError,
@@ -21,6 +23,9 @@ from lightning_faulttolerant.errors import (
 if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
+    from lightning_faulttolerant.loader.resumable import ResumableDataLoader
+    from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
+    from lightning_faulttolerant.samplers.single import InterruptibleSampler
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
@@ -29,9 +34,13 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    InterruptableDistributedSampler = InterruptibleDistributedSampler
+    InterruptableSampler = InterruptibleSampler
+
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdvancedTooFarError",
     "AtomicCheckpointIO",
     "AtomicDirectory",
     "CheckpointError",
@@ -39,9 +48,15 @@ __all__ = [
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
+    "HasNotResetProgressError",
+    "InterruptableDistributedSampler",
+    "InterruptableSampler",
+    "InterruptibleDistributedSampler",
+    "InterruptibleSampler",
     "MDSWriter",
     "NoValidCheckpointError",
     "NotExactError",
+    "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
     "Stream",
@@ -58,6 +73,9 @@ _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
+    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
+    "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
+    "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
     "Stream": "lightning_faulttolerant.streaming.stream",
@@ -66,8 +84,15 @@ _LAZY = {
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
+# The original library's spelling of its samplers.
+_SPELLED_OTHERWISE = {
+    "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
+    "InterruptableSampler": "InterruptibleSampler",
+}
+
 
 def __getattr__(name: str) -> Any:
+    name = _SPELLED_OTHERWISE.get(name, name)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

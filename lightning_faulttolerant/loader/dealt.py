@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
+from lightning_faulttolerant.samplers.order import order_of as computed_order
+
+_CHUNK = 16_384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +30,28 @@ class GlobalOrder:
         shuffles: Whether they are permuted.
         seed: Of the permutation.
         generator: The state of the generator that it is drawn from, where that is not one seeded by `seed`.
+        epoch: Which, where the permutation is not drawn but computed from it and the seed.
     """
 
     length: int
     shuffles: bool
     seed: int = 0
     generator: bytes = b""
+    epoch: int | None = None
+
+    def at(self, begin: int, end: int, step: int) -> Iterator[int]:
+        """Yield the indices at every `step`-th position from `begin` on before `end`, from the beginning again."""
+        if begin >= end:
+            return
+        if self.epoch is None:
+            order = self.indices()
+            positions = torch.arange(begin, end, step) % max(1, self.length)
+            yield from order[positions].tolist()
+            return
+        computed = computed_order("feistel", length=self.length, seed=self.seed, epoch=self.epoch, shuffle=True)
+        for start in range(begin, end, step * _CHUNK):
+            positions = torch.arange(start, min(end, start + step * _CHUNK), step) % self.length
+            yield from computed.at(positions).tolist()
 
     def indices(self) -> Tensor:
         """Return the indices, each once."""
@@ -106,23 +128,25 @@ class Deal:
 
     def batches(self, *, skip: int = 0) -> Iterator[Any]:
         """Yield the index batches behind the first `skip`."""
-        share, order = self.share, self.order.indices()
-        rest = order[self.begin : self.end]
-        whole, extra = divmod(len(rest), share.num_ranks)
-        if share.cuts:
-            rest = rest[: whole * share.num_ranks]
-        elif extra:
-            num_missing = share.num_ranks - extra
-            filling = order.repeat(-(-num_missing // max(1, len(order))))[:num_missing]
-            rest = torch.cat([rest, filling])
-        own = rest[share.rank :: share.num_ranks][skip * (share.batch_size or 1) :].tolist()
+        share, size = self.share, self.share.batch_size or 1
+        left = self.end - self.begin
+        num_own = left // share.num_ranks if share.cuts else -(-left // share.num_ranks)
+        own = self._own(num_own, skip * size)
         if share.batch_size is None:
             yield from own
             return
-        for start in range(0, len(own), share.batch_size):
-            batch = own[start : start + share.batch_size]
-            if len(batch) == share.batch_size or not share.drop_last:
+        while batch := list(islice(own, size)):
+            if len(batch) == size or not share.drop_last:
                 yield batch
+
+    def _own(self, num_own: int, skip: int) -> Iterator[int]:
+        """Yield this rank's indices behind the first `skip`; one that is missing is from the beginning of the order."""
+        num_ranks, first = self.share.num_ranks, self.begin + self.share.rank
+        whole = max(0, -(-(self.end - first) // num_ranks))  # those before the end
+        yield from self.order.at(first + skip * num_ranks, first + min(whole, num_own) * num_ranks, num_ranks)
+        if num_own > whole and skip < num_own:
+            place = first + whole * num_ranks - self.end
+            yield from self.order.at(place, place + 1, 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain dicts."""
@@ -136,10 +160,11 @@ class Deal:
 
 
 def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
-    """Return how `sampler`, one of torch's own, comes to its rank; ``None`` where that is not known."""
+    """Return how `sampler`, one of torch's own or of ours, comes to its rank; ``None`` where that is not known."""
     batched = sampler if type(sampler) is BatchSampler else None
-    inner = sampler if batched is None else batched.sampler
-    if type(inner) is DistributedSampler:
+    inner: Any = sampler if batched is None else batched.sampler
+    is_dealt = type(inner) is DistributedSampler or _is_dealt(inner)
+    if is_dealt:
         if (inner.rank, inner.num_replicas) != (rank, num_ranks):
             return None
     elif num_ranks > 1 or not _is_one_pass(inner):
@@ -149,13 +174,20 @@ def share_of(sampler: Any, *, rank: int, num_ranks: int) -> Share | None:
         num_ranks=num_ranks,
         batch_size=None if batched is None else batched.batch_size,
         drop_last=batched is not None and batched.drop_last,
-        cuts=type(inner) is DistributedSampler and inner.drop_last,
+        cuts=is_dealt and inner.drop_last,
     )
+
+
+def _is_dealt(sampler: Any) -> bool:
+    """Return whether `sampler` is one of ours that deals samples and has its epoch from the beginning."""
+    return is_interruptible(sampler) and sampler.kind == "distributed" and not sampler.deal().begin
 
 
 def _is_one_pass(sampler: Any) -> bool:
     if type(sampler) is SequentialSampler:
         return True
+    if is_interruptible(sampler):
+        return bool(sampler.kind == "single" and not sampler.deal().begin)
     is_random = type(sampler) is RandomSampler
     return is_random and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
@@ -170,6 +202,12 @@ def order_of(sampler: Any, *, epoch: int | None, generator: bytes, is_own_genera
         is_own_generator: Whether it is the latter.
     """
     inner: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if is_interruptible(inner):
+        now = inner.epoch if epoch is None else epoch
+        length, is_computed = len(inner.dataset), inner.shuffle and inner.order_name == "feistel"
+        if is_computed:
+            return GlobalOrder(length=length, shuffles=True, seed=inner.seed, epoch=now)
+        return GlobalOrder(length=length, shuffles=inner.shuffle, seed=inner.seed + now)
     if type(inner) is DistributedSampler:
         seed = inner.seed + (inner.epoch if epoch is None else epoch)
         return GlobalOrder(

@@ -21,6 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
+
 _ENTRY = struct.Struct("<qqq")  # batch, length of the generator's name, length of the compressed difference
 _DRAW_ONCE = (DistributedSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -91,7 +93,7 @@ def draws_only_at_its_start(sampler: Any) -> bool:
         # Its own generator, or one pass that is drawn at once.
         one_pass = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
         return sampler.generator is None or one_pass
-    return type(sampler) in _DRAW_ONCE
+    return type(sampler) in _DRAW_ONCE or is_interruptible(sampler)
 
 
 def generators_of(sampler: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
-from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ def why_not_exact(loader: object) -> str | None:
         reason = why_not_followed(loader)
         if reason is not None:
             return reason
+    elif is_resumable(loader):
+        if getattr(loader, "state", None) is not None:
+            return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
     elif hasattr(loader, "state_dict"):
         return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
     if not getattr(loader, "in_order", True):

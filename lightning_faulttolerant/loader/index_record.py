@@ -20,7 +20,8 @@ class Moment:
 
     rng: Mapping[str, bytes]
     held: Mapping[str, bytes]
-    sampler_epochs: list[int | None]
+    sampler_epochs: list[Any]
+    """Of each sampler that is told its epoch: which it is; of one of ours all that it keeps of its place."""
 
     def states(self) -> dict[str, bytes]:
         """Return all states by name."""

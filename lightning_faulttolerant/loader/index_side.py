@@ -21,7 +21,9 @@ from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
 from lightning_faulttolerant.loader.indices import pack_indices
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.skipping import rest_of
+from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
@@ -39,6 +41,7 @@ class IndexSide:
         is_endless: Whether it is torch's for an iterable data set, which gives no indices.
         seeds: Where samples are seeded one by one: what their seeds follow from.
         is_batched: Whether an index batch holds the indices of several samples.
+        streamed: What says how the samples of a streaming data set come to ranks.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class IndexSide:
         is_endless: bool = False,
         seeds: SampleSeeds | None = None,
         is_batched: bool = True,
+        streamed: StreamedEpochs | None = None,
     ) -> None:
         self.seeds = seeds
+        self.streamed = streamed
         self.is_batched = is_batched
         self.has_other_workers = False
         """Whether the run had another number of workers before a resume."""
@@ -88,6 +93,8 @@ class IndexSide:
 
     def current_share(self) -> Share | None:
         """Return how the samples come to this rank, or ``None`` if that is not known."""
+        if self.streamed is not None:
+            return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
         return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
 
     def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
@@ -178,8 +185,16 @@ class IndexSide:
         held = self._held.state_dict(of=generators_of(self._sampler))
         return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs())
 
-    def _epochs(self) -> list[int | None]:
-        return [getattr(s, "epoch", None) for s in self._samplers_with_epoch()]
+    def _epochs(self) -> list[Any]:
+        return epochs_of(self._samplers_with_epoch())
+
+    def own_progress(self) -> list[Any]:
+        """Return what samplers of ours keep of their places: a user may count in them himself."""
+        return [s.progress_state() if is_interruptible(s) else None for s in self._samplers_with_epoch()]
+
+    def load_own_progress(self, states: Sequence[Any]) -> None:
+        """Put samplers of ours to the places that `own_progress` gave."""
+        put_epochs(self._samplers_with_epoch(), states)
 
     def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
         """Return the iterator to draw from, called right before the first index is drawn."""
@@ -195,18 +210,19 @@ class IndexSide:
         assert deal is not None
         record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
         record.handed_out, record.num_samples = plan.position, plan.num_samples
-        return deal.batches(skip=plan.position - deal.first_batch)
+        return iter(self._sampler) if self.is_endless else deal.batches(skip=plan.position - deal.first_batch)
 
     def _order(self) -> GlobalOrder | None:
         record = self.record
         if record.share is None or record.first is None:
             return None
-        epochs = [epoch for epoch in record.first.sampler_epochs if epoch is not None]
+        if self.streamed is not None:
+            return self.streamed.order()
         held = list(record.first.held.values())
         if generators_of(self._sampler) and not held:
             return None
         generator = held[0].partition(b"\n")[2] if held else record.first.rng["torch"]
-        epoch = epochs[0] if epochs else None
+        epoch = epoch_in(record.first.sampler_epochs)
         return order_of(self._sampler, epoch=epoch, generator=generator, is_own_generator=bool(held))
 
     def _open(self, indices: Iterator[Any] | None, plan: IndexPlan | None) -> Iterator[Any]:
@@ -318,9 +334,7 @@ class IndexSide:
         """Put the random states back to those of `moment`; return the paths of generators that are not there."""
         set_rng_state(moment.rng)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
-        for sampler, epoch in zip(self._samplers_with_epoch(), moment.sampler_epochs, strict=False):
-            if epoch is not None:
-                sampler.set_epoch(epoch)
+        put_epochs(self._samplers_with_epoch(), moment.sampler_epochs)
         return missing
 
     def _go_back_to(self, moment: Moment) -> None:

@@ -19,7 +19,7 @@ from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import Moment
 from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
 from lightning_faulttolerant.loader.sample_digest import sample_digest
-from lightning_faulttolerant.loader.tracked_class import keeps_own_position
+from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -28,7 +28,7 @@ _KEPT_FETCHES = 4  # the trainer is at most one batch behind what was fetched
 
 def keeps_own_state(loader: object) -> bool:
     """Return whether `loader` is an object of the user's that says where it is, in this process."""
-    if isinstance(loader, DataLoader) and (keeps_own_position(loader) or loader.num_workers):
+    if isinstance(loader, DataLoader) and (keeps_own_position(loader) or is_resumable(loader) or loader.num_workers):
         return False
     return has_state_methods(loader)
 

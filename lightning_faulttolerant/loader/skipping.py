@@ -1,8 +1,8 @@
-"""The rest of an epoch of torch's own samplers, without a walk over the batches before it.
+"""The rest of an epoch of torch's own samplers, and of ours, without a walk over the batches before it.
 
-A sampler's order is made as torch makes it, from the same generators, and the indices that are not needed are left out
-before they become Python numbers: of 10 million samples that saves most of the time. Whoever asks has to compare what
-is given again with what was given before, for torch may change how it draws.
+Ours compute the index at any position. The order of torch's is made as torch makes it, from the same generators, and
+the indices that are not needed are left out before they become Python numbers: of 10 million samples that saves most of
+the time. Whoever asks has to compare what is given again with what was given before, for torch may change how it draws.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 
 
 def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
@@ -47,6 +49,9 @@ class _Once(Iterable[int]):
 
 
 def _rest(sampler: Any, num_indices: int) -> Iterator[Any] | None:
+    if is_interruptible(sampler):
+        rest: Iterator[Any] = sampler.iter_from(num_indices)
+        return rest
     skip = _SKIPS.get(type(sampler))
     if skip is None or num_indices > len(sampler):
         return None

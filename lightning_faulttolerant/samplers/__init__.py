@@ -1,1 +1,1 @@
-"""Interruptible samplers: the order is a pure function of (seed, epoch, position), the state a global count."""
+"""Interruptible samplers: order is a pure function of (seed, epoch, position). Works without Lightning."""

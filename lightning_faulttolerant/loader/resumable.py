@@ -1,0 +1,210 @@
+"""A ``DataLoader`` for a loop of one's own or for Fabric that says where it is, and goes on exactly there."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import why_not_exact
+from lightning_faulttolerant.loader.per_sample import SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.resumable_run import LoaderRun
+from lightning_faulttolerant.loader.tracked_class import RESUMABLE, TRACKER
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_METHODS = ("state_dict", "load_state_dict")
+_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters)
+
+
+class _Shown:
+    """A method of a class that comes before the attribute of its name in the object itself, which is for others."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.__doc__ = method.__doc__
+        self._method = method
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self._method if instance is None else types.MethodType(self._method, instance)
+
+    def __set__(self, instance: object, value: object) -> None:
+        vars(instance)[self._method.__name__] = value
+
+
+def _shown(method: F) -> F:
+    return cast(F, _Shown(method))
+
+
+class ResumableDataLoader(DataLoader[T]):
+    """Load batches as ``torch.utils.data.DataLoader`` does, and resume in the middle of an epoch, bit for bit.
+
+    The state holds the place in the epoch, the random states of the workers, the generators that the data set, the
+    sampler and ``collate_fn`` hold, and the random states of this process (Python's, NumPy's, torch's and those of its
+    devices), from which samplers, data sets and the training draw alike. `load_state_dict` puts the latter back, and a
+    resumed epoch does again, right before its first batch: load the state last, right before the loop.
+
+    A batch counts as consumed when it has been handed out, so `state_dict` belongs behind the step of a batch. Taken
+    behind the last batch of an epoch but in its loop, a state has no batches left: a resumed loop over it ends at once
+    and does what it owes at the end of an epoch, as the uninterrupted one. Taken behind that loop, it begins the next
+    epoch. A loop that was left by ``break`` goes on behind its last batch, but for an epoch that `end_epoch` has ended.
+
+    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` goes on rightly.
+    With several ranks each has a state of its own.
+
+    Args:
+        dataset: Map-style or iterable.
+        *args: Further arguments of ``DataLoader``.
+        worker_rng: ``"capture"`` saves the random states of the workers; ``"per_sample"`` seeds the generators before
+            each sample of a map-style data set, so that its draws don't depend on the number of workers.
+        seed: What the samples are seeded from with ``worker_rng="per_sample"``; by default the seed that torch has.
+            Give two loaders two seeds, lest they draw the same numbers.
+        state: A state to go on from, as by `load_state_dict`.
+        **kwargs: Further arguments of ``DataLoader``.
+
+    Raises:
+        NotExactError: If the loader can't be resumed exactly, with the reason.
+
+    Example:
+        >>> loader = ResumableDataLoader(list(range(6)), batch_size=2, shuffle=True)
+        >>> batches = iter(loader)
+        >>> first = next(batches)
+        >>> state = loader.state_dict()
+        >>> rest = [batch.tolist() for batch in batches]
+        >>> resumed = ResumableDataLoader(list(range(6)), batch_size=2, shuffle=True)
+        >>> resumed.load_state_dict(state)
+        >>> [batch.tolist() for batch in resumed] == rest
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        *args: Any,
+        worker_rng: Literal["capture", "per_sample"] = "capture",
+        seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if worker_rng not in ("capture", "per_sample"):
+            raise ValueError(f'worker_rng is "capture" or "per_sample", not {worker_rng!r}')
+        super().__init__(dataset, *args, **kwargs)
+        # Under names of their own, so that Fabric and Lightning find them when they make the loader anew for a sampler.
+        self.worker_rng, self.seed = worker_rng, seed
+        self._seeds = self._made_seeds()
+        self._run: LoaderRun | None = None
+        self.state: Mapping[str, Any] | None = None
+        self._show_methods()
+        reason = _why_not_resumable(self)
+        if reason is not None:
+            raise NotExactError(f"A ResumableDataLoader can't be resumed exactly: {reason}.")
+        if state is not None:
+            self.load_state_dict(state)
+
+    def _made_seeds(self) -> SampleSeeds | None:
+        if self.worker_rng == "capture":
+            return None
+        reason = why_not_per_sample(self)
+        if reason is not None:
+            raise NotExactError(f'worker_rng="per_sample" is not possible for this loader: {reason}.')
+        return SampleSeeds(seed=(torch.initial_seed() if self.seed is None else self.seed) & (2**64 - 1))
+
+    def _show_methods(self) -> None:
+        # Fabric's wrapper shows the attributes that an object itself holds, and not those of its class.
+        vars(self).update({name: _MethodOf(self, name) for name in _METHODS})
+
+    @property
+    def _started_run(self) -> LoaderRun:
+        if self._run is None:
+            self._run = LoaderRun(self, seeds=self._seeds)
+            if self.state is not None:
+                self._run.load_state_dict(self.state, restores_rng=False)
+        return self._run
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended: the number of the one that is under way, or comes next."""
+        return self._started_run.epoch
+
+    def end_epoch(self) -> None:
+        """End the epoch that is under way before its last batch: a loop over it ends, and the next epoch follows."""
+        self._started_run.end_epoch()
+
+    @_shown
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loop is, and the random states of this instant; it loads with ``weights_only=True``.
+
+        Raises:
+            NotExactError: If the position can't be told exactly.
+        """
+        return self._started_run.state_dict()
+
+    @_shown
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from a state, and put the random states of this process back.
+
+        Args:
+            state_dict: What `state_dict` gave on this rank.
+
+        Raises:
+            NotExactError: If an iteration is under way.
+            FingerprintMismatchError: If it is the state of another loader.
+        """
+        self._started_run.load_state_dict(state_dict)
+        self.state = dict(state_dict)
+
+    def __iter__(self) -> Any:
+        if TRACKER in vars(self):  # a copy that a Trainer's callback follows
+            return super().__iter__()
+        batches = self._started_run.iterate()
+        self.state = None
+        return batches
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        run: LoaderRun | None = vars(self).get("_run")
+        if run is None or name not in _ARGUMENTS:
+            return
+        if run.has_iterated:
+            raise ValueError(
+                f"{name} of a ResumableDataLoader was set after its first iteration, which would change what its states"
+                " mean. Set it before."
+            )
+        self._run = None  # it is made again, with this
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is a loader that begins anew, or with the state that was loaded and not yet used.
+        return {name: value for name, value in vars(self).items() if name not in ("_run", *_METHODS)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({**state, "_run": None})
+        self._show_methods()
+
+
+class _MethodOf:
+    """Calls a method of a loader, which it does not keep alive."""
+
+    def __init__(self, loader: ResumableDataLoader[Any], name: str) -> None:
+        self._loader = weakref.ref(loader)
+        self._name = name
+
+    def __call__(self, *args: Any) -> Any:
+        loader = self._loader()
+        if loader is None:
+            raise ReferenceError("the loader whose state is asked for is gone")
+        return getattr(type(loader), self._name)(loader, *args)
+
+
+def _why_not_resumable(loader: ResumableDataLoader[Any]) -> str | None:
+    plain = DataLoader.__new__(DataLoader)
+    vars(plain).update(loader.__getstate__())
+    return why_not_exact(plain)
+
+
+setattr(ResumableDataLoader, RESUMABLE, True)

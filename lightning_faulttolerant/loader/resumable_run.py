@@ -1,0 +1,273 @@
+"""Where a loop of the user's own is in its loader: the copy that is followed, its states, and how it goes on from one.
+
+A batch counts as consumed when it has been handed out. The random states of the process belong to the position: they
+are put back when a state is loaded and, where it is one in the middle of an epoch, again right before the next batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
+from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
+from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.told_epochs import ToldEpochs
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_VERSION = 1
+
+
+class LoaderRun:
+    """The run of a loop over one loader, through all its epochs.
+
+    Args:
+        loader: The loader, which is not modified.
+        seeds: Seed each sample from these, instead of capturing the workers' random states.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
+        plain = copy.copy(loader)
+        plain.__class__ = DataLoader  # the user's own `__iter__` is in front of this, not behind
+        self._tracker = TrackedLoader(plain, seeds=seeds)
+        side = self._tracker.index_side
+        side.global_rank, side.num_ranks = _place()
+        self.followed = self._tracker.copy_of(plain)
+        # torch terminates workers that don't end by themselves; they follow if they know that they are not needed.
+        weakref.finalize(self, self._tracker.release_workers)
+        self._fingerprint = _fingerprint(plain, is_per_sample=seeds is not None)
+        self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
+        self._handed: weakref.ref[_Handed] | None = None
+        self._iteration: Iteration | None = None
+        self._has_begun = False
+        self.has_iterated = False
+        """Whether this process has begun an iteration."""
+        self._epoch = 0
+        self._loaded: dict[str, Any] | None = None
+        self.is_entangled = False
+        self._asked_at: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended."""
+        return self._epoch
+
+    # The positions.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and the random states of this instant, as what a checkpoint may hold."""
+        if self._loaded is not None and self._loaded["in_epoch"]:
+            return pack_blobs(copy.deepcopy(self._loaded))
+        self._check_untangled()
+        iteration = self._iteration
+        consumed = None if iteration is None else iteration.num_out
+        self._asked_at = consumed
+        told = self._told.state_dict() if self._loaded is None else self._loaded["sampler_epochs"]
+        self._tracker.held.search()  # for what was made since
+        return pack_blobs(
+            {
+                "version": _VERSION,
+                "fingerprint": self._fingerprint,
+                "epoch": self._epoch,
+                "in_epoch": consumed is not None,
+                "has_begun": self._has_begun,
+                "sampler_epochs": told,
+                "loader": self._tracker.state_dict(consumed, iteration),
+                "rng": rng_state(),
+                "held": self._tracker.held.state_dict(),
+            }
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, restores_rng: bool = True) -> None:
+        """Let the next iteration go on from a position of `state_dict`.
+
+        Args:
+            state_dict: The state.
+            restores_rng: Whether the random states of this process are put back at once.
+
+        Raises:
+            NotExactError: If an iteration is under way, or the state can't be gone on from.
+            FingerprintMismatchError: If it is the state of another loader.
+        """
+        handed = None if self._handed is None else self._handed()
+        if handed is not None and not handed.has_ended:
+            raise NotExactError(
+                "A state was loaded into a ResumableDataLoader while an iteration over it is under way, which began at"
+                " another place. Its batches would not be those of the state. Load the state before the loop begins."
+            )
+        state = unpack_blobs(state_dict)
+        if state.get("version") != _VERSION:
+            raise NotExactError(
+                f"The state of a ResumableDataLoader is of version {state.get('version')}, this package reads version"
+                f" {_VERSION}. Install the version that saved it."
+            )
+        _compare(state["fingerprint"], self._fingerprint)
+        self._tracker.load_state_dict(state["loader"])
+        self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
+        self._iteration = self._handed = None
+        self.is_entangled = False
+        self._told.listen()
+        if restores_rng:
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        missing = self._tracker.held.load_state_dict(state["held"])
+        if missing:
+            raise NotExactError(
+                f"There is no generator to restore the state of {', '.join(missing)} into. What is drawn from it would"
+                " differ from the uninterrupted run. Let its object make it before it is first used."
+            )
+        set_rng_state(state["rng"])
+
+    def _check_untangled(self) -> None:
+        if self.is_entangled:
+            raise NotExactError(
+                "Two iterations over one ResumableDataLoader are under way side by side, and a state has the position"
+                " of one. Make a loader for each of them."
+            )
+
+    # The iterations.
+
+    def iterate(self) -> Iterator[Any]:
+        """Begin an iteration, or go on with the one that was loaded."""
+        state = self._loaded if self._iteration is None else None
+        is_rest = state is not None and state["in_epoch"]
+        if not is_rest:
+            self._loaded = None  # nothing is to be put back in this iteration
+        if state is None:
+            self._leave()
+        else:
+            self._told.go_on(state["sampler_epochs"], begins_next=state["has_begun"] and not is_rest)
+        with self._told.unheard():
+            batches = iter(self.followed)
+        self._iteration, self._asked_at = self._tracker.iteration, None
+        self._has_begun = self.has_iterated = True
+        handed = _Handed(self, batches)
+        self._handed = weakref.ref(handed)
+        return handed
+
+    def _leave(self) -> None:
+        """Count an epoch that was left before its end."""
+        if self._iteration is None:
+            return
+        if self._asked_at == self._iteration.num_out and not self._has_none_left(self._iteration):
+            raise NotExactError(
+                f"A state was taken behind batch {self._asked_at} of epoch {self._epoch}, where the loop then left that"
+                " epoch and began the next one. A run that goes on from this state would go on with the rest of the"
+                " epoch. Call end_epoch() of the loader where the epoch is to end, before its state is taken."
+            )
+        self._epoch += 1
+
+    def _has_none_left(self, iteration: Iteration) -> bool:
+        try:
+            return iteration.num_out >= len(self.followed)
+        except TypeError:  # it has no length
+            return False
+
+    def end_epoch(self) -> None:
+        """Let the epoch that is under way end here."""
+        if self._iteration is None:
+            raise NotExactError(
+                "end_epoch() was called while no epoch is under way. Call it in the loop over the loader, or behind a"
+                " break from it."
+            )
+        handed = None if self._handed is None else self._handed()
+        if handed is not None:
+            handed.has_ended = True
+        self._epoch += 1
+        self._iteration = self._loaded = None
+
+    def fetch(self, handed: _Handed, batches: Iterator[Any]) -> Any:
+        """Return the next batch of an iteration."""
+        self._before_fetch(handed)
+        if not self._told.is_listening:
+            return next(batches)
+        with self._told.unheard():
+            return next(batches)
+
+    def _before_fetch(self, handed: _Handed) -> None:
+        if not self.is_latest(handed):
+            self.is_entangled = True
+        elif self._loaded is not None:
+            state, self._loaded = self._loaded, None
+            self._restore(state)
+
+    def is_latest(self, handed: _Handed) -> bool:
+        """Return whether `handed` is the iteration that was begun last."""
+        return self._handed is not None and self._handed() is handed
+
+    def end(self, handed: _Handed) -> None:
+        """Count the epoch of an iteration that has come to its end."""
+        if self.is_latest(handed):
+            self._epoch += 1
+            self._iteration = None
+
+    def workers_of(self) -> WorkerRing | None:
+        """Return what the workers of the iteration that was just begun listen to, if they are to end with it."""
+        return None if self.followed.persistent_workers or self._iteration is None else self._iteration.ring
+
+
+class _Handed(Iterator[Any]):
+    """Hands the batches of one iteration out."""
+
+    def __init__(self, run: LoaderRun, batches: Iterator[Any]) -> None:
+        self._run = run
+        self._batches = batches
+        self._workers = run.workers_of()
+        self.has_ended = False
+
+    def __next__(self) -> Any:
+        if self.has_ended:
+            raise StopIteration
+        try:
+            return self._run.fetch(self, self._batches)
+        except StopIteration:
+            self.has_ended = True
+            self._run.end(self)
+            raise
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
+
+    def __del__(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+
+def _place() -> tuple[int, int]:
+    """Return this rank, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, Any]:
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    rank, num_ranks = _place()
+    return {
+        "data set": type(loader.dataset).__name__,
+        "number of samples": None if is_iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
+        "batch size": loader.batch_size,
+        "worker_rng": "per_sample" if is_per_sample else "capture",
+        "number of workers": None if is_per_sample else loader.num_workers,
+        "rank": rank,
+        "number of ranks": num_ranks,
+    }
+
+
+def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    differences = [f"{name} {saved[name]!r} then, {now[name]!r} now" for name in now if saved.get(name) != now[name]]
+    if differences:
+        raise FingerprintMismatchError(
+            f"The state is that of another ResumableDataLoader: {'; '.join(differences)}. Its batches would not be"
+            " those of the uninterrupted run. Go on with the same data and arguments, and give each rank the state that"
+            " it saved itself."
+        )

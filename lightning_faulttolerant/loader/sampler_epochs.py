@@ -1,0 +1,33 @@
+"""Where the samplers of a loader are in their own terms: the epoch they were told, and what ours keep besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_faulttolerant.samplers.progress import Interruptible
+
+
+def is_interruptible(sampler: Any) -> bool:
+    """Return whether `sampler` is one of this package's: its order follows from seed and epoch, not from draws."""
+    return isinstance(sampler, Interruptible) and type(sampler).__module__.startswith("lightning_faulttolerant.")
+
+
+def epochs_of(samplers: Sequence[Any]) -> list[Any]:
+    """Return the epoch of each sampler; of one of ours all that it keeps of its place."""
+    return [s.progress_state() if is_interruptible(s) else getattr(s, "epoch", None) for s in samplers]
+
+
+def put_epochs(samplers: Sequence[Any], epochs: Sequence[Any]) -> None:
+    """Put the samplers to where `epochs_of` found them."""
+    for sampler, epoch in zip(samplers, epochs, strict=False):
+        if isinstance(epoch, dict):
+            sampler.load_progress_state(epoch)
+        elif epoch is not None:
+            sampler.set_epoch(epoch)
+
+
+def epoch_in(epochs: Sequence[Any]) -> int | None:
+    """Return the first epoch in what `epochs_of` gave."""
+    found = (epoch["epoch"] if isinstance(epoch, dict) else epoch for epoch in epochs if epoch is not None)
+    return next(found, None)

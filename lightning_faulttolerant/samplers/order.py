@@ -1,0 +1,88 @@
+"""In which order the samples of an epoch come, for all ranks together: a pure function of (seed, epoch, position)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.samplers.feistel import FeistelPermutation
+
+OrderName = Literal["torch", "feistel"]
+ORDERS = ("torch", "feistel")
+
+
+class Order(Protocol):
+    """The order of one epoch: which sample stands at a position."""
+
+    length: int
+    """How many samples there are."""
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the indices of the samples at `positions`, both int64, the positions in ``range(length)``."""
+
+
+class SequentialOrder:
+    """The samples as they lie in the data set.
+
+    Args:
+        length: How many there are.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the positions themselves."""
+        return positions
+
+
+class TorchOrder:
+    """The order of ``torch.utils.data.DistributedSampler``: a permutation that is drawn whole, 8 bytes a sample.
+
+    It is drawn when it is first needed, and is not pickled with the object.
+
+    Args:
+        length: How many samples there are.
+        seed: Of the permutation: torch's sampler takes its seed plus the epoch.
+    """
+
+    def __init__(self, length: int, *, seed: int) -> None:
+        self.length = length
+        self._seed = seed
+        self._permutation: Tensor | None = None
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the indices at `positions`."""
+        if self._permutation is None:
+            generator = torch.Generator()
+            generator.manual_seed(self._seed)
+            self._permutation = torch.randperm(self.length, generator=generator, device="cpu")
+        return self._permutation[positions]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_permutation": None}
+
+
+def order_of(name: str, *, length: int, seed: int, epoch: int, shuffle: bool) -> Order:
+    """Return the order of an epoch.
+
+    Args:
+        name: ``"torch"`` or ``"feistel"``: how it is shuffled.
+        length: How many samples there are.
+        seed: Of all epochs.
+        epoch: Which one, from 0.
+        shuffle: Whether it is shuffled at all.
+    """
+    if not shuffle:
+        return SequentialOrder(length)
+    if name == "feistel":
+        return FeistelPermutation(length, seed=seed, epoch=epoch)
+    return TorchOrder(length, seed=seed + epoch)
+
+
+def check_order(name: str) -> None:
+    """Raise a ``ValueError`` unless `name` is that of an order."""
+    if name not in ORDERS:
+        raise ValueError(f"order={name!r}: there are {', '.join(map(repr, ORDERS))}.")

@@ -1,0 +1,37 @@
+"""Which rank a sampler deals to: what it was told, else what the process group or the environment says when asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_faulttolerant.streaming.world import current_world
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One rank among all.
+
+    Args:
+        rank: Which, from 0.
+        num_replicas: Of how many.
+    """
+
+    rank: int
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank is {self.rank}, but num_replicas is {self.num_replicas}: it must be less, from 0.")
+
+
+def place_of(*, num_replicas: int | None, rank: int | None) -> Place:
+    """Return the place that is given, with what is not given as the process group or the environment says now.
+
+    Raises:
+        ValueError: If there is no such place.
+    """
+    if num_replicas is None or rank is None:
+        world = current_world()
+        num_replicas = world.num_ranks if num_replicas is None else num_replicas
+        rank = world.rank if rank is None else rank
+    return Place(rank=rank, num_replicas=num_replicas)

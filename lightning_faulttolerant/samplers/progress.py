@@ -1,0 +1,242 @@
+"""How far an epoch has been consumed, counted by the main process, and what follows from it for the next one.
+
+What counts is what the loop says it has consumed, not what a loader with workers has fetched ahead. An epoch that was
+consumed whole is the beginning of the next one: a state saved there never resumes into an empty epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from lightning_faulttolerant.errors import AdvancedTooFarError, HasNotResetProgressError
+from lightning_faulttolerant.samplers.deal import Deal
+from lightning_faulttolerant.samplers.place import Place, place_of
+
+_log = logging.getLogger(__name__)
+
+_KEPT = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
+
+
+class Interruptible(ABC):
+    """What the interruptible samplers have in common: an epoch, and how much of it was consumed.
+
+    Args:
+        unit: What is counted, in the plural: samples or batches.
+        num_replicas: How many ranks there are; ``None``: asked for when it is needed.
+        rank: Which one this is; ``None``: asked for when it is needed.
+        drop_last: Whether the last units, too few to give each rank one, are left out.
+        len_mode: What ``len`` is behind a resume: that of the whole epoch, or what remains.
+    """
+
+    def __init__(
+        self, *, unit: str, num_replicas: int | None, rank: int | None, drop_last: bool, len_mode: str
+    ) -> None:
+        if num_replicas is not None and rank is not None:
+            Place(rank=rank, num_replicas=num_replicas)
+        if len_mode not in ("full", "remaining"):
+            raise ValueError(f"len_mode={len_mode!r}: there are 'full' and 'remaining'.")
+        self.epoch = 0
+        self.drop_last = drop_last
+        self.len_mode = len_mode
+        self._unit = unit
+        self._given_replicas, self._given_rank = num_replicas, rank
+        self._restart(0)
+
+    def _restart(self, epoch: int, *, begin: int = 0, is_restored: bool = False) -> None:
+        self.epoch = epoch
+        self._begin = begin  # what all ranks had consumed before those that are at work now
+        self._own = 0  # what this rank has consumed since
+        self._is_restored = is_restored
+        self._place: Place | None = None
+        self._largest_advance: int | None = None
+        self._is_exhausted = False
+
+    @abstractmethod
+    def _length(self) -> int:
+        """Return how many units the epoch has for all ranks together."""
+
+    @abstractmethod
+    def _iterate(self, skip: int) -> Iterator[Any]:
+        """Return the units of this rank's deal behind the first `skip`."""
+
+    def place(self) -> Place:
+        """Return which rank this is; it stays the same from the first ``advance`` to the end of the epoch."""
+        return self._place or place_of(num_replicas=self._given_replicas, rank=self._given_rank)
+
+    def deal(self, begin: int | None = None) -> Deal:
+        """Return this rank's part of the epoch.
+
+        Args:
+            begin: What all ranks had consumed before it was dealt; by default what they had at the last resume.
+        """
+        place = self.place()
+        return Deal(
+            length=self._length(),
+            begin=self._begin if begin is None else begin,
+            rank=place.rank,
+            num_replicas=place.num_replicas,
+            drop_last=self.drop_last,
+        )
+
+    @property
+    def progress(self) -> int:
+        """How much of its part of the whole epoch this rank has behind it."""
+        return self.deal(0).num_own - self.remaining()
+
+    @property
+    def global_consumed(self) -> int:
+        """What all ranks together have consumed of this epoch, if each has consumed as much as this one."""
+        return self.deal().consumed(self._own)
+
+    def remaining(self) -> int:
+        """Return how much is left of this epoch for this rank."""
+        return self.deal().num_own - self._own
+
+    def __len__(self) -> int:
+        return self.remaining() if self.len_mode == "remaining" else self.deal(0).num_own
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iter_from(0)
+
+    def iter_from(self, num_skipped: int) -> Iterator[Any]:
+        """Return what ``iter`` gives behind its first `num_skipped`, in a time that doesn't depend on their number.
+
+        Where an epoch was consumed whole, it is the next one that begins.
+        """
+        if self.is_over:
+            self._restart(self.epoch + 1)
+        self._is_exhausted = False
+        return self._iterate(self._own + num_skipped)
+
+    def _note_end(self) -> None:
+        self._is_exhausted = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this epoch was consumed whole."""
+        return self._begin + self._own > 0 and self.remaining() == 0
+
+    def advance(self, n: int) -> None:
+        """Say that `n` more were consumed by this rank.
+
+        The last call of an epoch may say more than are left, as ``advance(batch_size)`` does for a last batch that is
+        not full: once the sampler has given out all, and no more than in an earlier call.
+
+        Args:
+            n: How many, 0 or more.
+
+        Raises:
+            AdvancedTooFarError: If there are not that many left; nothing is counted then.
+            ValueError: If it is negative.
+        """
+        n = operator.index(n)
+        if n < 0:
+            raise ValueError(f"advance({n}): what was consumed can't be taken back.")
+        place = self.place()
+        left = self.remaining()
+        if n > left and not self._is_short_last(n, left):
+            raise AdvancedTooFarError(
+                f"advance({n}) at {self.progress} of {self.deal(0).num_own} {self._unit} of epoch {self.epoch} on rank"
+                f" {place.rank}: {left} are left. A position beyond the end can't be resumed. Count each batch once, by"
+                " its own length, and begin the next epoch with `with sampler.in_epoch(epoch):`."
+            )
+        self._place, self._is_restored = place, False
+        self._own += min(n, left)
+        self._largest_advance = max(n, self._largest_advance or 0)
+
+    def _is_short_last(self, n: int, left: int) -> bool:
+        return self._is_exhausted and left > 0 and (self._largest_advance is None or n <= self._largest_advance)
+
+    def reset_progress(self) -> None:
+        """Begin this epoch again; the next one, if this one was consumed whole."""
+        self._restart(self.epoch + 1 if self.is_over else self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes.
+
+        The epoch that is under way, or that was restored, goes on where it is; another one begins.
+
+        Args:
+            epoch: From 0.
+
+        Raises:
+            HasNotResetProgressError: If another one is under way or was restored. Loops that resume begin at
+                ``sampler.epoch``.
+        """
+        is_under_way = self._begin + self._own > 0 and not self.is_over
+        if epoch != self.epoch and (is_under_way or self._is_restored):
+            raise HasNotResetProgressError(
+                f"set_epoch({epoch}), but epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'},"
+                f" at {self.progress} of {self.deal(0).num_own} {self._unit}: what is left of it would be lost. Loop"
+                " over range(sampler.epoch, num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by"
+                " sampler.reset_progress()."
+            )
+        if epoch != self.epoch or self.is_over:
+            self._restart(epoch)
+
+    @contextlib.contextmanager
+    def in_epoch(self, epoch: int, *, strict: bool = True) -> Iterator[None]:
+        """Begin an epoch, or go on with it, and end it behind the block: a state saved later begins the next one.
+
+        An exception in the block leaves the position where it is, so that it can still be saved.
+
+        Args:
+            epoch: From 0.
+            strict: Whether another one that is under way is an error; else the rest of it is given up, and this said.
+
+        Raises:
+            HasNotResetProgressError: If another one is under way, and `strict`.
+
+        Example:
+            >>> from lightning_faulttolerant import InterruptibleSampler
+            >>> sampler = InterruptibleSampler(range(3), shuffle=False)
+            >>> for epoch in range(sampler.epoch, 2):
+            ...     with sampler.in_epoch(epoch):
+            ...         for index in sampler:
+            ...             sampler.advance(1)
+            >>> sampler.epoch, sampler.progress
+            (2, 0)
+        """
+        try:
+            self.set_epoch(epoch)
+        except HasNotResetProgressError as error:
+            if strict:
+                raise
+            _log.warning("The rest of an epoch is given up. %s", error)
+            self._restart(epoch)
+        yield
+        self._restart(epoch + 1)
+
+    def progress_state(self) -> dict[str, Any]:
+        """Return all that is kept of the epoch, for this object made again with as many ranks: plain values."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_progress_state(self, state: Mapping[str, Any]) -> None:
+        """Be as when `progress_state` gave `state`; whoever keeps positions himself puts a sampler where it was so."""
+        for name in _KEPT:
+            setattr(self, name, state[name])
+
+    def _position(self) -> tuple[int, int]:
+        """Return the epoch to go on with, and what all ranks have consumed of it."""
+        return (self.epoch + 1, 0) if self.is_over else (self.epoch, self.global_consumed)
+
+    def _go_to(self, epoch: int, consumed: int) -> None:
+        """Put the position to one that was checked."""
+        is_over = consumed > 0 and self.deal(consumed).num_own == 0
+        self._restart(epoch + 1 if is_over else epoch, begin=0 if is_over else consumed, is_restored=True)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on from here."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on from where `state_dict` was made."""
+
+
+LenMode = Literal["full", "remaining"]

@@ -1,0 +1,12 @@
+"""Samplers as the tests make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_faulttolerant import InterruptibleDistributedSampler
+
+
+def sampler_of(length: int = 10, *, ranks: int = 1, rank: int = 0, **arguments: Any) -> InterruptibleDistributedSampler:
+    """A sampler of one rank."""
+    return InterruptibleDistributedSampler(range(length), ranks, rank, **arguments)
