@@ -175,7 +175,7 @@ class StreamingDataset(IterableDataset[Any]):
     @property
     def num_positions(self) -> int:
         """How many positions an epoch has, for all ranks together."""
-        return self._order(0, self._world()).num_positions
+        return self._num_positions()
 
     @property
     def book(self) -> EpochBook:
