@@ -132,7 +132,7 @@ def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> Non
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
     """Threads that fetch ahead are gone when an iteration has ended, and when it is given up."""
-    dataset = StreamingDataset(str(tmp_path / "cache"), directory)
+    dataset = StreamingDataset(str(tmp_path / "cache"), directory, predownload=1)
     samples = iter(dataset)
     next(samples)
     assert _prefetching()
