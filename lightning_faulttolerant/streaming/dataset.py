@@ -239,7 +239,7 @@ class StreamingDataset(IterableDataset[Any]):
             self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: Start, world: World) -> Plan:
-        return Plan(self._order(start.epoch, world), self.deal(start, world))
+        return Plan(self._order(start.epoch, world), self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: Start, world: World) -> Deal:
         """Return how what is left of an epoch is dealt to the readers.
@@ -272,7 +272,7 @@ class StreamingDataset(IterableDataset[Any]):
                     ahead.advance(place)
                 place += len(ids)
                 if is_plain:
-                    yield from self._shards.samples(ids, wait)
+                    yield from self._shards.samples(ids, wait, are_lent=plan.are_lent)
                 else:
                     yield from self._own_samples(ids, wait)
 

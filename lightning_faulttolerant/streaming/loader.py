@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
@@ -62,6 +63,9 @@ class StreamingDataLoader(DataLoader[Any]):
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
         start = dataset.begin_epoch(batch_size=self.batch_size or 1, drop_last=self.drop_last)
+        # Nobody but our own collate sees the samples, and it copies what is in them.
+        are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
+        start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
         with dataset.told_by(self._channel):
             batches = super().__iter__()

@@ -137,14 +137,64 @@ def test_batches_are_the_same_from_workers() -> None:
     assert_same(found, list(DataLoader(samples, **options)))  # type: ignore[arg-type]
 
 
-def test_streaming_loader_collates_so_unless_it_is_told_otherwise(tmp_path: Path) -> None:
-    """Its batches are those of default_collate, and a collate_fn that is given is used."""
-    with MDSWriter(out=str(tmp_path), columns={"number": "int", "small": "ndarray:int32:4"}) as writer:
+@pytest.fixture
+def dataset(tmp_path: Path) -> StreamingDataset:
+    """Five samples of a number, a small array and one that is large enough to be lent."""
+    columns = {"large": "ndarray:int32:50,100", "number": "int", "small": "ndarray:int32:4"}
+    with MDSWriter(out=str(tmp_path), columns=columns, size_limit=50_000) as writer:
         for number in range(5):
-            writer.write({"number": number, "small": np.full(4, number, np.int32)})
-    dataset = StreamingDataset(tmp_path, batch_size=2)
-    loader = StreamingDataLoader(dataset, batch_size=2)
-    assert loader.collate_fn is collate
+            large = np.arange(number, number + 5000, dtype=np.int32).reshape(50, 100)
+            writer.write({"large": large, "number": number, "small": np.full(4, number, np.int32)})
+    return StreamingDataset(tmp_path, batch_size=2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_streaming_loader_collates_so(dataset: StreamingDataset, num_workers: int) -> None:
+    """Its batches are those of default_collate, and whoever writes to one changes nothing else."""
     samples = list(dataset)
-    assert_same(list(loader), [default_collate(samples[begin : begin + 2]) for begin in (0, 2, 4)])
-    assert list(StreamingDataLoader(dataset, batch_size=2, collate_fn=len)) == [2, 2, 1]
+    expected = [default_collate(samples[begin : begin + 2]) for begin in (0, 2, 4)]
+    loader = StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers)
+    assert loader.collate_fn is collate
+    for batches in (list(loader), list(loader)):
+        assert_same(batches, expected)
+        for batch in batches:
+            batch["large"] += 1
+
+
+def test_others_than_the_loaders_own_collate_get_arrays_of_their_own(dataset: StreamingDataset) -> None:
+    """A collate_fn that is given, or set later, and the data set itself, may keep samples and write to them."""
+    loader = StreamingDataLoader(dataset, batch_size=2, collate_fn=list)
+    later = StreamingDataLoader(dataset, batch_size=2)
+    later.collate_fn = list
+    for samples in (list(dataset), [sample for batch in loader for sample in batch], next(iter(later))):
+        assert all(sample["large"].flags.writeable and sample["large"].base is None for sample in samples)
+
+
+class Doubled(StreamingDataset):
+    """Changes what it reads."""
+
+    def __iter__(self) -> Any:
+        for sample in super().__iter__():
+            sample["large"] *= 2
+            yield sample
+
+
+def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: StreamingDataset) -> None:
+    """A derived class may write to what it iterates over, with the loader's own collate too."""
+    doubled = Doubled(dataset.streams[0].directory, batch_size=2)
+    for num_workers in (0, 1):
+        found = next(iter(StreamingDataLoader(doubled, batch_size=2, num_workers=num_workers)))
+        assert torch.equal(found["large"], 2 * next(iter(StreamingDataLoader(dataset, batch_size=2)))["large"])
+
+
+def test_lent_samples_are_those_that_are_given(dataset: StreamingDataset) -> None:
+    """A large array is a part of the file, which can't be written to; all values are the same."""
+    shards = dataset._shards
+    ids = np.array([3, 0, 4])
+    lent, own = list(shards.samples(ids, are_lent=True)), list(shards.samples(ids))
+    for one, other in zip(lent, own, strict=True):
+        assert list(one) == list(other)
+        assert one["number"] == other["number"]
+        for name in ("large", "small"):
+            np.testing.assert_array_equal(one[name], other[name], strict=True)
+        assert not one["large"].flags.writeable

@@ -92,6 +92,7 @@ class FixedArray(Encoding):
         self._shape = shape
         self._num_elements = math.prod(shape)
         self.size = dtype.itemsize * self._num_elements
+        self.is_lent = self.size > _MAX_SHARED_BYTES
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a value."""
@@ -102,8 +103,12 @@ class FixedArray(Encoding):
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Array:
         """Return the value of ``buffer[begin:end]``."""
+        return self.lend(buffer, begin, end).copy()
+
+    def lend(self, buffer: Buffer, begin: int, end: int) -> Array:
+        """Return the value of ``buffer[begin:end]``: a part of the buffer."""
         expect_size(end - begin, self.size)
-        flat = np.frombuffer(buffer, self._dtype, self._num_elements, begin).copy()
+        flat = np.frombuffer(buffer, self._dtype, self._num_elements, begin)
         return flat if len(self._shape) == 1 else flat.reshape(self._shape)
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Array]:

@@ -62,6 +62,19 @@ class MDSReader(ShardReader):
             else:
                 yield from self._many(block)
 
+    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+        """Yield many samples, whose large arrays are parts of the file."""
+        if not self._layout.is_lent:
+            yield from self.samples(ids)
+            return
+        yield from map(self._lent, self._checked_ids(ids).tolist())
+
+    def _lent(self, number: int) -> dict[str, Any]:
+        try:
+            return self._layout.lend(self._file, self._bound[number], self._bound[number + 1])
+        except DECODING_ERRORS as error:
+            raise self._undecodable(number, error) from error
+
     def _many(self, ids: Positions) -> list[dict[str, Any]]:
         bounds = self._bounds
         try:

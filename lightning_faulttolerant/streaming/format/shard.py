@@ -66,6 +66,20 @@ class ShardReader(ABC):
             DamagedShardError: If the bytes are not those of a sample.
         """
 
+    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+        """Yield many samples for somebody who copies what is in them at once, and gives them to nobody else.
+
+        Large arrays may be parts of the file, which can't be written to and keep it mapped.
+
+        Args:
+            ids: In the shard, from 0.
+
+        Raises:
+            IndexError: If one of them is outside of the shard.
+            DamagedShardError: If the bytes are not those of a sample.
+        """
+        return self.samples(ids)
+
     def close(self) -> None:
         """Give the files back. Samples can't be read any more."""
         self._is_closed = True
