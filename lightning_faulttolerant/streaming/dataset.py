@@ -29,6 +29,8 @@ from lightning_faulttolerant.streaming.world import HandedWorld, World, current_
 
 _log = logging.getLogger(__name__)
 
+_BATCHES_AHEAD = 8  # as the original's, where predownload is None
+
 
 class StreamingDataset(IterableDataset[Any]):
     """An iterable data set of shards in a directory or behind a URL, resumable in the middle of an epoch.
@@ -288,7 +290,9 @@ class StreamingDataset(IterableDataset[Any]):
         if not any(cache.has_remote for cache in caches):
             return contextlib.nullcontext()
         needs = self._shards.needs(plan.blocks(num_taken, at_most=self._shards.block_samples), num_taken)
-        return Prefetcher(caches, needs, predownload=self.predownload or 8 * (self.batch_size or 8))
+        wanted = self.predownload or _BATCHES_AHEAD * plan.deal.batch_size
+        ahead = self._shards.samples_ahead(wanted, num_readers=plan.deal.world.readers_per_node)
+        return Prefetcher(caches, needs, predownload=ahead)
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Return the place in the epoch, as a state that is the same on every rank.

@@ -53,16 +53,16 @@ class Shards:
     ) -> None:
         self._streams = tuple(streams)
         self._allow_unsafe_types = allow_unsafe_types
-        self._may_evict = limit is not None
+        self._limit = None if limit is None else parse_bytes(limit)
         sizes = [shard.num_samples for stream in streams for shard in stream.shards]
         self._stops = np.cumsum(np.array(sizes, np.int64))
         self._starts = self._stops - np.array(sizes, np.int64)
         counts = [len(stream.shards) for stream in streams]
         self._first_of_stream = np.cumsum([0, *counts])
         num_bytes = sum(file.num_bytes for stream in streams for shard in stream.shards for file in shard.files)
-        self._max_open = _max_mapped(limit, num_bytes // max(1, sum(counts)))
-        mean_bytes = num_bytes // max(1, self.num_samples)
-        self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
+        self._max_open = _max_mapped(self._limit, num_bytes // max(1, sum(counts)))
+        self._mean_bytes = max(1, num_bytes // max(1, self.num_samples))
+        self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // self._mean_bytes))
         self._set_up()
 
     def _set_up(self) -> None:
@@ -128,6 +128,18 @@ class Shards:
         shards, places = self.locate(np.array([number], np.int64))
         return self.reader(int(shards[0]))[int(places[0])]
 
+    def samples_ahead(self, wanted: int, *, num_readers: int) -> int:
+        """Return how many samples ahead one of several readers of a machine may fetch shards, so that all find room.
+
+        Args:
+            wanted: How many, where there is no limit.
+            num_readers: Processes that read from the same cache.
+        """
+        if self._limit is None:
+            return wanted
+        # Half of the room is for what is being read.
+        return max(1, min(wanted, self._limit // (2 * num_readers * self._mean_bytes)))
+
     def needs(self, blocks: Iterator[Ids], place: int) -> Iterator[Need]:
         """Yield the shards that blocks of samples need, each once, or in each block again if shards are evicted.
 
@@ -144,7 +156,7 @@ class Shards:
                     known.add(shard)
                     yield Need(place + int(first[at]), *self.stream_of(shard))
             place += len(ids)
-            if self._may_evict:
+            if self._limit is not None:
                 known.clear()
 
     def samples(self, ids: Ids, wait: Wait | None = None, *, are_lent: bool = False) -> Iterator[dict[str, Any]]:
@@ -178,10 +190,10 @@ class Shards:
         return reader.lent_samples(places) if are_lent else reader.samples(places)
 
 
-def _max_mapped(limit: int | str | None, mean_bytes: int) -> int:
+def _max_mapped(limit: int | None, mean_bytes: int) -> int:
     # A mapped file keeps one of the process's file descriptors, and its room on the disk even if it is evicted.
     most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-    return most if limit is None else min(most, max(1, parse_bytes(limit) // max(1, 4 * mean_bytes)))
+    return most if limit is None else min(most, max(1, limit // max(1, 4 * mean_bytes)))
 
 
 def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], ShardReader]:

@@ -49,6 +49,11 @@ class World:
         """How many machines there are."""
         return self.num_ranks // self.ranks_per_node
 
+    @property
+    def readers_per_node(self) -> int:
+        """How many processes of a machine read, each its own part."""
+        return self.ranks_per_node * self.num_workers
+
     def replicated(self, replication: int) -> World:
         """Return the world in which each run of `replication` ranks gets the same data.
 

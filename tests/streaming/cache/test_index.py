@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from lightning_faulttolerant.errors import IndexFileError
 from lightning_faulttolerant.streaming.cache import fetch_index
 from tests.processes import in_child
+from tests.streaming.cache.children import run_all
 from tests.streaming.cache.remotes import assert_tidy, flaky, make_data, web, write
 
 OLD, NEW = b'{"shards": ["old"]}', b'{"shards": ["new"]}'
@@ -51,16 +53,13 @@ def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) ->
 
 def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
     """Of two data sets that begin at the same time in one directory one has it, and the other a folder in it."""
-    children = []
-    for number in range(6):
-        process_id = os.fork()
-        if not process_id:
-            text = OLD if number % 2 else NEW
-            with flaky({"index.json": text}) as (remote, _):
-                index = fetch_index(local=str(tmp_path), remote=remote)
-            os._exit(0 if Path(index.directory, "index.json").read_bytes() == text else 1)
-        children.append(process_id)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
+
+    def fetch(text: bytes) -> None:
+        with flaky({"index.json": text}) as (remote, _):
+            index = fetch_index(local=str(tmp_path), remote=remote)
+        assert Path(index.directory, "index.json").read_bytes() == text
+
+    assert run_all([functools.partial(fetch, text) for text in (OLD, NEW) * 3]) == [0] * 6
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("index-")]) == 1
 
 

@@ -67,6 +67,22 @@ def test_the_default_order_never_changes() -> None:
 FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
 
 
+def test_the_default_order_of_parts_and_slices_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for samples that are drawn from a shard, and where blocks are read in slices."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 6)
+    order = epoch_order([[9, 5], [7]], epoch=1, seed=3, shuffle=True, chosen=[8, 10])
+    assert ids_of(order) == FIXED_PARTS
+
+
+FIXED_PARTS = [19, 18, 9, 15, 20, 7, 8, 15, 17, 14, 11, 1, 20, 17, 16, 12, 6, 2]
+
+
+def test_samples_drawn_from_a_shard_come_in_its_order_without_shuffle() -> None:
+    """As all samples do."""
+    ids = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
+    assert ids == sorted(ids)
+
+
 @pytest.mark.parametrize("position", [0, 900_000_000, 999_999_744])
 def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> None:
     """Making the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
