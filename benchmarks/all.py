@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, order, overhead, parts, report, resume, save, size, streaming
+from benchmarks import gather, order, overhead, parts, report, resume, samplers, save, size, streaming
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
@@ -21,6 +21,7 @@ _RUN = {
     "gather": gather.main,
     "parts": parts.main,
     "resume": resume.main,
+    "samplers": samplers.main,
     "save": save.main,
     "size": size.main,
     "streaming": streaming.main,

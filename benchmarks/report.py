@@ -106,6 +106,22 @@ def _size(figures: Figures) -> str:
     return table(["workers", "our part", "at most", "to write it"], rows)
 
 
+def _samplers(figures: Figures) -> str:
+    def cells(found: Figures | None) -> list[str]:
+        if found is None:
+            return ["does not fit", "", ""]
+        memory = f"{found['bytes'] / 1e6:,.1f} MB"
+        return [f"{found['seek_s'] * 1e3:,.2f} ms", memory, f"{found['index_ns']:.0f} ns"]
+
+    rows = [
+        [length, f"`{name}`", *cells(found)]
+        for length, samplers in figures["samplers"]["cases"].items()
+        for name, found in samplers.items()
+    ]
+    table = _table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
+    return f"{table}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
+
+
 def _gather(figures: Figures) -> str:
     cases = figures["gather"]["cases"]
     rows = [
@@ -195,6 +211,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "stalls": _stalls,
     "ranges": _stall_ranges,
     "memory": _memory,
+    "samplers": _samplers,
     "size": _size,
     "ranks": _ranks,
     "gather": _gather,

@@ -60,7 +60,7 @@ def why_not_exact(loader: object) -> str | None:
         if reason is not None:
             return reason
     elif is_resumable(loader):
-        if loader.state is not None:  # type: ignore[attr-defined]
+        if getattr(loader, "state", None) is not None:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
     elif hasattr(loader, "state_dict"):
         return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"

@@ -31,6 +31,7 @@ from lightning_faulttolerant.loader.plain_state import state_of
 from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_workers
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
+from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState
@@ -89,6 +90,7 @@ class TrackedLoader:
             is_batched=loader.batch_sampler is not None,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
+        self._streamed = StreamedEpochs(loader)
         self._start_position: Position | None = None
         self._num_iterations = 0
         self._collate: Callable[[Any], Any] = loader.collate_fn
@@ -172,6 +174,7 @@ class TrackedLoader:
             return self._iterate_aside(make_iterator)
         if self.is_held_back():
             self._is_asked = False
+            self._streamed.take_back()
             return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
@@ -191,6 +194,8 @@ class TrackedLoader:
         if before is not None:
             self.index_side.ensure_open()
             batches.drop(drop)
+            if drop:
+                self._streamed.note_dropped()
             self.index_side.restore(before)
         return batches
 
@@ -234,6 +239,7 @@ class TrackedLoader:
         elif self.num_workers:
             self._make_ring(states)
         self._num_iterations += 1
+        self._streamed.begin()
         if self.iterable is not None:
             self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
             if not self.num_workers:
@@ -281,7 +287,9 @@ class TrackedLoader:
         """
         if self._unused_state is not None:  # resumed, and not iterated since: still where it was
             return copy.deepcopy(self._unused_state)
-        return {**self._state(consumed, iteration), "samplers": self.index_side.own_progress()}
+        in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
+        streams = self._streamed.state_dict(in_iteration=in_iteration)
+        return {**self._state(consumed, iteration), "samplers": self.index_side.own_progress(), "streams": streams}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
         if iteration is None:
@@ -340,6 +348,7 @@ class TrackedLoader:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
+        self._streamed.load_state_dict(state_dict.get("streams", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:

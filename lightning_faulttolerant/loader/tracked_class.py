@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +27,12 @@ def keeps_own_position(loader: object) -> bool:
 
 
 def is_resumable(loader: object) -> bool:
-    """Return whether `loader` is a ``ResumableDataLoader``: in a loop of ours it is followed as any other loader."""
-    return isinstance(loader, DataLoader) and hasattr(type(loader), RESUMABLE)
+    """Return whether `loader` is one of ours, with a state of ours: it is followed as any other loader."""
+    return isinstance(loader, DataLoader) and _is_ours(type(loader))
+
+
+def _is_ours(user_class: type) -> bool:
+    return hasattr(user_class, RESUMABLE) or issubclass(user_class, StreamingDataLoader)
 
 
 def _maker(user_class: type) -> type:
@@ -53,7 +58,7 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     maker = _maker(user_class)
     tracked = _before(maker)
     namespace: dict[str, Any] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
-    if maker is not DataLoader or hasattr(user_class, RESUMABLE):
+    if maker is not DataLoader or _is_ours(user_class):
         namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
     bases = (tracked,) if user_class is maker else (_Asked, user_class, tracked)
     return type(user_class.__name__, bases, namespace)

@@ -23,7 +23,6 @@ from lightning_faulttolerant.samplers.order import OrderName, check_order, order
 from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
 from lightning_faulttolerant.samplers.state import VERSION, check_not_too_far, check_same, read_position
 
-_KIND = "grouped"
 Leftover = Literal["pad", "mixed", "drop"]
 _Part = dict[str, int]  # what was consumed of an epoch with one batch size
 
@@ -66,6 +65,9 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         >>> list(sampler)
         [[0, 2], [1, 3], [4, 0], [5, 1]]
     """
+
+    kind = "grouped"
+    _kept = (*Interruptible._kept, "_consumed_before")
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         epoch, consumed = self._position()
         return {
             "version": VERSION,
-            "kind": _KIND,
+            "kind": self.kind,
             "epoch": epoch,
             "global_consumed": consumed,
             "progress": self.progress if epoch == self.epoch else 0,
@@ -228,7 +230,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
             AdvancedTooFarError: If it lies behind the epoch's end.
             ValueError: If it is no state of such a sampler.
         """
-        position = read_position(state_dict, kind=_KIND)
+        position = read_position(state_dict, kind=self.kind)
         begin, before = position.consumed, [dict(part) for part in state_dict.get("consumed_before", [])]
         if position.is_original:
             ranks = self.place().num_replicas

@@ -7,6 +7,7 @@ consumed whole is the beginning of the next one: a state saved there never resum
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import operator
 from abc import ABC, abstractmethod
@@ -19,8 +20,6 @@ from lightning_faulttolerant.samplers.place import Place, place_of
 
 _log = logging.getLogger(__name__)
 
-_KEPT = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
-
 
 class Interruptible(ABC):
     """What the interruptible samplers have in common: an epoch, and how much of it was consumed.
@@ -32,6 +31,8 @@ class Interruptible(ABC):
         drop_last: Whether the last units, too few to give each rank one, are left out.
         len_mode: What ``len`` is behind a resume: that of the whole epoch, or what remains.
     """
+
+    _kept: tuple[str, ...] = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
 
     def __init__(
         self, *, unit: str, num_replicas: int | None, rank: int | None, drop_last: bool, len_mode: str
@@ -221,12 +222,12 @@ class Interruptible(ABC):
 
     def progress_state(self) -> dict[str, Any]:
         """Return all that is kept of the epoch, for this object made again with as many ranks: plain values."""
-        return {name: getattr(self, name) for name in _KEPT}
+        return {name: copy.deepcopy(getattr(self, name)) for name in self._kept}
 
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
         """Be as when `progress_state` gave `state`; whoever keeps positions himself puts a sampler where it was so."""
-        for name in _KEPT:
-            setattr(self, name, state[name])
+        for name in self._kept:
+            setattr(self, name, copy.deepcopy(state[name]))
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch to go on with, and what all ranks have consumed of it."""

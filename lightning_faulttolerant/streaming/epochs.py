@@ -70,6 +70,12 @@ class EpochBook:
         return int(self._numbers[_NEXT_EPOCH])
 
     @property
+    def next_place(self) -> tuple[int, int]:
+        """Epoch, and samples consumed of it, where the next iteration begins."""
+        epoch, sample = self._numbers[_NEXT_EPOCH : _NEXT_SAMPLE + 1].tolist()
+        return epoch, sample
+
+    @property
     def is_vague(self) -> bool:
         """Whether several workers take turns under a loader whose batch size nobody has told."""
         return bool(self._numbers[_IS_VAGUE])

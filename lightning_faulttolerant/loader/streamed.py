@@ -1,0 +1,105 @@
+"""Streaming data sets of this package under a loader that is followed: which epoch each of them is in, between samples.
+
+How far an iteration is, its iterator says itself, in the process where it runs. Here is what the main process knows:
+where the iteration that is under way was begun, and where the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.streaming.dataset import StreamingDataset
+from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+from lightning_faulttolerant.streaming.ordering import Seeding
+
+_DEPTH = 3
+
+
+def is_streaming_loader(loader: object) -> bool:
+    """Return whether `loader` is a ``StreamingDataLoader``: its place is kept here, not by its own state."""
+    return isinstance(loader, StreamingDataLoader)
+
+
+def streams_of(dataset: Any, depth: int = _DEPTH) -> list[StreamingDataset]:
+    """Return the streaming data sets that `dataset` is, or holds."""
+    if isinstance(dataset, StreamingDataset):
+        return [dataset]
+    if not depth or not isinstance(dataset, Dataset):
+        return []
+    held = (child for value in list(vars(dataset).values()) for child in _items(value))
+    return [stream for child in held for stream in streams_of(child, depth - 1)]
+
+
+def _items(value: Any) -> Iterator[Any]:
+    yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+class StreamedEpochs:
+    """The epochs of the streaming data sets of one loader.
+
+    Args:
+        loader: The user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
+        self._is_told = is_streaming_loader(loader)
+        self._is_direct = isinstance(loader.dataset, StreamingDataset)
+        self._begun: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        """Note where the iteration begins that is being made now."""
+        # A StreamingDataLoader has begun it already; under any other one its iterator does so when it is made.
+        self._begun = [_place(s, *(s.book.place if self._is_told else s.book.next_place)) for s in self._streams]
+
+    def take_back(self) -> None:
+        """Let an iteration that was asked for, and is not made, be the next one again."""
+        if self._is_told:
+            for stream in self._streams:
+                stream.book.put(*stream.book.place, stream.book.seeding)
+
+    def note_dropped(self) -> None:
+        """Note that batches were taken out that the loader itself does not count."""
+        for stream in self._streams:
+            stream.book.note(*stream.book.place, is_moved=True)
+
+    def state_dict(self, *, in_iteration: bool) -> list[dict[str, Any]]:
+        """Return where each begins an iteration: the one that is under way, or the next one.
+
+        Raises:
+            NotExactError: If somebody else has begun another iteration meanwhile.
+        """
+        if not in_iteration or not self._begun:
+            return [_place(stream, *stream.book.next_place) for stream in self._streams]
+        if self._is_direct:
+            [begun], (epoch, _) = self._begun, self._streams[0].book.next_place
+            if epoch not in (begun["epoch"], begun["epoch"] + 1):
+                raise NotExactError(
+                    f"Epoch {begun['epoch']} of a StreamingDataset is under way, and meanwhile somebody else has begun"
+                    f" epoch {epoch - 1} of the same object. Which one comes next can't be restored. Give each loader"
+                    " a StreamingDataset of its own."
+                )
+        return [dict(place) for place in self._begun]
+
+    def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
+        """Let the next iterations begin there."""
+        for stream, place in zip(self._streams, places, strict=False):
+            seeding = Seeding(
+                seed=place["seed"], num_canonical_nodes=place["num_canonical_nodes"], initial_nodes=place["nodes"]
+            )
+            stream.book.put(place["epoch"], place["sample"], seeding)
+
+
+def _place(stream: StreamingDataset, epoch: int, sample: int) -> dict[str, Any]:
+    seeding = stream.book.seeding
+    return {
+        "epoch": epoch,
+        "sample": sample,
+        "seed": seeding.seed,
+        "num_canonical_nodes": seeding.num_canonical_nodes,
+        "nodes": seeding.initial_nodes,
+    }

@@ -1,0 +1,98 @@
+"""The examples without a Trainer do what their first lines say: killed and run again, they end with the same line."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.groups import run_group
+from tests.processes import Ended, Script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def example(name: str, directory: Path) -> Any:
+    """Return an example as a function that runs in `directory`."""
+
+    def main(*_: Any) -> None:
+        torch.set_num_threads(1)
+        os.chdir(directory)
+        runpy.run_path(str(EXAMPLES / name / "train.py"), run_name="__main__")
+
+    return main
+
+
+def num_saved(directory: Path) -> int:
+    """Return how many checkpoints there are, or how often the one was replaced."""
+    if (directory / "checkpoints").exists():
+        # The numbers go up; the oldest are deleted.
+        numbers = (path.name.rpartition("_")[2] for path in directory.glob("checkpoints/*_checkpoint_*"))
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+    file = directory / "checkpoint.pt"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> Ended:
+    """Kill an example once it has saved so many times more."""
+    seen, before = 0, num_saved(directory)
+    deadline = time.monotonic() + 60
+    while seen < num_saves and time.monotonic() < deadline:
+        now = num_saved(directory)
+        seen, before = seen + (now != before), now
+        time.sleep(0.0005)
+    os.killpg(script.process_id, signal.SIGKILL)
+    return script.wait()
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "fabric"])
+def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_path: Path) -> None:
+    """Killed, gone on, killed and gone on again, the last line with the weights' sum is the uninterrupted run's."""
+    (tmp_path / "whole").mkdir()
+    whole = Script(example(name, tmp_path / "whole")).wait()
+    assert whole.exit_code == 0, whole.output
+    (tmp_path / "cut").mkdir()
+    for num_saves in (3, 2):
+        killed = kill_behind_a_save(Script(example(name, tmp_path / "cut")), tmp_path / "cut", num_saves=num_saves)
+        assert killed.exit_code == -signal.SIGKILL, killed.output
+    last = Script(example(name, tmp_path / "cut"), seed=9).wait()
+    assert "Resumed behind step" in last.output
+    assert last.output.splitlines()[-1] == whole.output.splitlines()[-1]
+    assert "done: " in last.output.splitlines()[-1]
+
+
+def die_behind_a_save(directory: Path) -> None:
+    """End this process by a kill once there are four checkpoints."""
+    while num_saved(directory) < 4:
+        time.sleep(0.0005)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_the_example_with_fabric_on_two_ranks(tmp_path: Path) -> None:
+    """Both ranks are killed behind a save and go on, each from its own state."""
+
+    def run(directory: Path, *, dies: bool) -> str:
+        def main(rank: int) -> None:
+            sys.argv = ["train.py", "2"]
+            if dies:
+                threading.Thread(target=die_behind_a_save, args=(directory,), daemon=True).start()
+            example("fabric", directory)()
+
+        codes, output = run_group(main, num_ranks=2, directory=tmp_path)
+        assert (set(codes) == {0}) != dies, output
+        return next((line for line in output.splitlines() if line.startswith("done: ")), output)
+
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = run(tmp_path / "whole", dies=False)
+    run(tmp_path / "cut", dies=True)
+    assert run(tmp_path / "cut", dies=False) == whole
