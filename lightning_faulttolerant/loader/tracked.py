@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing
-import os
-import signal
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.children import default_sigchld
+from lightning_faulttolerant.loader.children import end_children
 from lightning_faulttolerant.loader.dealt import Deal
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
@@ -79,6 +75,7 @@ class TrackedLoader:
         """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
         is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._streamed = StreamedEpochs(loader)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
@@ -88,9 +85,9 @@ class TrackedLoader:
             is_endless=is_iterable,
             seeds=seeds,
             is_batched=loader.batch_sampler is not None,
+            streamed=self._streamed if self._streamed.is_dealt else None,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
-        self._streamed = StreamedEpochs(loader)
         self._start_position: Position | None = None
         self._num_iterations = 0
         self._collate: Callable[[Any], Any] = loader.collate_fn
@@ -151,6 +148,11 @@ class TrackedLoader:
     def deal(self) -> Deal | None:
         """How the rest of an epoch that others began comes to this rank, until it is begun."""
         return self._plan[0].deal if self._plan is not None else None
+
+    @property
+    def can_be_resized(self) -> bool:
+        """Whether other workers, or other ranks, can go on in the order."""
+        return self.iterable is None or self._streamed.is_dealt
 
     @property
     def num_handed_out(self) -> int:
@@ -289,7 +291,8 @@ class TrackedLoader:
             return copy.deepcopy(self._unused_state)
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
-        return {**self._state(consumed, iteration), "samplers": self.index_side.own_progress(), "streams": streams}
+        more = {"samplers": self.index_side.own_progress(), "streams": streams, "is_dealt": self._streamed.is_dealt}
+        return {**self._state(consumed, iteration), **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
         if iteration is None:
@@ -344,7 +347,7 @@ class TrackedLoader:
         if self._seeded is not None:
             self._seeded.load_state_dict(state_dict)
         had_workers = state_dict.get("num_workers", self.num_workers)
-        if had_workers != self.num_workers and self.iterable is None:
+        if had_workers != self.num_workers and self.can_be_resized:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
@@ -381,18 +384,4 @@ class TrackedLoader:
 
     def close_workers(self, *, timeout_seconds: float = 0.5) -> None:
         """End the workers that are still there: those that don't follow a request within the time are killed."""
-        process_ids = self._close_rings()
-        children = {child.pid: child for child in multiprocessing.active_children()}
-        workers = [children[process_id] for process_id in process_ids if process_id in children]
-        if not workers:
-            return
-        # torch's handler of SIGCHLD raises in the main process when a worker is killed.
-        with default_sigchld():
-            for worker in workers:
-                worker.terminate()
-            deadline = time.monotonic() + timeout_seconds
-            for worker in workers:
-                worker.join(max(0.0, deadline - time.monotonic()))
-                if worker.is_alive() and worker.pid is not None:
-                    os.kill(worker.pid, signal.SIGKILL)
-                    worker.join(timeout_seconds)
+        end_children(self._close_rings(), timeout_seconds=timeout_seconds)
