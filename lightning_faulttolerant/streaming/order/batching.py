@@ -7,6 +7,8 @@ epoch can be entered only between two of them. Samples that don't fill a last ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +34,8 @@ def batched_order(
     seed: int = 9176,
     shuffle: bool = False,
     algorithm: str | None = None,
-    block_size: int | None = None,
-    num_canonical_nodes: int = 1,
     sampling_method: str = "balanced",
-    sampling_granularity: int = 1,
+    **settings: Any,
 ) -> EpochOrder:
     """Return the order of an epoch whose batches are of the streams in a certain way.
 
@@ -46,14 +46,12 @@ def batched_order(
         shares: Of the streams in an epoch.
         world: Who reads; of it only an order of the original library depends on more than the number of ranks.
         batch_size: Samples of one batch of one rank.
-        epoch: See `epoch_order`, as for all that follow; they hold for each stream by itself.
+        epoch: As in `epoch_order`, for each stream by itself; so do those that follow.
         seed: Of the order.
         shuffle: Whether samples are shuffled.
         algorithm: How; those of the original library give its batches too.
-        block_size: In samples, of all streams together: each has a share of it.
-        num_canonical_nodes: The number of rows of each stream.
         sampling_method: ``"balanced"`` or ``"fixed"``.
-        sampling_granularity: How many samples are taken from a shard at a time.
+        settings: The others of `epoch_order`; a ``block_size`` is that of all streams together.
 
     Raises:
         ValueError: The method is unknown, or a stream has too few samples for a batch, or too small a share.
@@ -61,35 +59,40 @@ def batched_order(
     if batching_method not in BATCHING_METHODS[1:]:
         raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
     is_original = algorithm not in (None, DEFAULT)
-    num_nodes, ranks_per_node = nodes_of(world) if batching_method == "per_stream" else (1, nodes_of(world)[1])
-    if is_original and block_size is None:
-        block_size = default_block_size(num_canonical_nodes)
-    orders: list[EpochOrder] = []
-    first = 0
-    for sizes, chosen, proportion in zip(shard_sizes, shares.chosen, shares.proportions, strict=True):
-        order = epoch_order(
-            [sizes],
-            chosen=[chosen],
-            epoch=epoch,
-            seed=seed,
-            shuffle=shuffle,
-            algorithm=algorithm,
-            block_size=None if block_size is None else max(1, int(block_size * proportion)),
-            num_canonical_nodes=num_canonical_nodes,
-            num_nodes=num_nodes,
-            sampling_method=sampling_method,
-            sampling_granularity=sampling_granularity,
-        )
-        if is_original:
-            order = FilledOrder(order, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
-        orders.append(OffsetOrder(order, first))
-        first += int(np.sum(sizes))
+    of_streams = {"epoch": epoch, "seed": seed, "shuffle": shuffle, "algorithm": algorithm, **settings}
+    _, ranks_per_node = nodes_of(world)
+    one_node = World(num_ranks=ranks_per_node, ranks_per_node=ranks_per_node)
+    readers = world if batching_method == "per_stream" else one_node
+    orders = _of_streams(
+        shard_sizes, shares, readers if is_original else None, sampling_method=sampling_method, **of_streams
+    )
     samples = world.num_ranks * batch_size
     if batching_method == "stratified":
         return StratifiedOrder(orders, portions(shares.proportions, samples))
     drawn = seed + epoch if shuffle and sampling_method == "balanced" else seed
-    key = None if is_original else key_of("streams of batches", drawn)
-    return PerStreamOrder(orders, samples, drawn=drawn, key=key)
+    return PerStreamOrder(
+        orders, samples, drawn=drawn, key=None if is_original else key_of("streams of batches", drawn)
+    )
+
+
+def _of_streams(
+    shard_sizes: Sequence[Sequence[int] | Ints], shares: Shares, filled_for: World | None, **settings: Any
+) -> list[EpochOrder]:
+    """The orders of the streams; those of the original library are filled for who reads."""
+    block_size = settings.pop("block_size", None)
+    if filled_for is not None:
+        settings["num_nodes"], _ = nodes_of(filled_for)
+        block_size = block_size or default_block_size(settings.get("num_canonical_nodes", 1))
+    orders: list[EpochOrder] = []
+    first = 0
+    for sizes, chosen, proportion in zip(shard_sizes, shares.chosen, shares.proportions, strict=True):
+        of_stream = None if block_size is None else max(1, int(block_size * proportion))
+        order = epoch_order([sizes], chosen=[chosen], block_size=of_stream, **settings)
+        if filled_for is not None:
+            order = FilledOrder(order, filled_for)
+        orders.append(OffsetOrder(order, first))
+        first += int(np.sum(sizes))
+    return orders
 
 
 def batched_deal(
@@ -158,19 +161,14 @@ class FilledOrder:
 
     Args:
         order: Which is filled.
-        num_nodes: That read it.
-        ranks_per_node: Of these.
+        world: The ranks that read it.
     """
 
-    def __init__(self, order: EpochOrder, *, num_nodes: int, ranks_per_node: int) -> None:
+    def __init__(self, order: EpochOrder, world: World) -> None:
         self._order = order
         self._deals = [
-            Deal(
-                num_positions=order.num_positions,
-                world=World(rank=rank, num_ranks=num_nodes * ranks_per_node, ranks_per_node=ranks_per_node),
-                batch_size=1,
-            )
-            for rank in range(num_nodes * ranks_per_node)
+            Deal(num_positions=order.num_positions, world=replace(world, rank=rank), batch_size=1)
+            for rank in range(world.num_ranks)
         ]
 
     @property

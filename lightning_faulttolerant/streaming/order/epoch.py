@@ -77,28 +77,39 @@ def epoch_order(
         is_balanced=sampling_method == "balanced",
         granularity=sampling_granularity,
     )
-    num_samples = sum(chosen)
     if algorithm is None or algorithm == DEFAULT:
         units = _units(sizes, chosen, draw)
         if not shuffle:
-            return SequentialOrder(units, EvenRows(num_samples=num_samples, num_rows=num_canonical_nodes))
+            return SequentialOrder(units, EvenRows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
         return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
-    rows = PaddedRows(num_samples=num_samples, num_rows=num_canonical_nodes, num_nodes=num_nodes)
-    if not shuffle and all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True)):
+    rows = PaddedRows(num_samples=sum(chosen), num_rows=num_canonical_nodes, num_nodes=num_nodes)
+    return _of_the_original(sizes, chosen, draw, rows, algorithm=algorithm, block_size=block_size)
+
+
+def _of_the_original(
+    sizes: Sequence[Ints],
+    chosen: Sequence[int],
+    draw: Draw,
+    rows: PaddedRows,
+    *,
+    algorithm: str,
+    block_size: int | None,
+) -> EpochOrder:
+    are_whole = all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True))
+    if are_whole and not draw.shuffle:
         return SequentialOrder(_units(sizes, chosen, draw), rows)
     of_units, ids = resampled(sizes, chosen, draw)
-    if shuffle:
-        ids = ids[
-            shuffled(
-                algorithm,
-                of_units,
-                num_canonical_nodes=num_canonical_nodes,
-                seed=seed,
-                epoch=epoch,
-                block_size=block_size,
-            )
-        ]
-    return TableOrder(ids, rows)
+    if not draw.shuffle:
+        return TableOrder(ids, rows)
+    places = shuffled(
+        algorithm,
+        of_units,
+        num_canonical_nodes=rows.num_rows,
+        seed=draw.seed,
+        epoch=draw.epoch,
+        block_size=block_size,
+    )
+    return TableOrder(ids[places], rows)
 
 
 def _check(given: dict[str, object]) -> None:

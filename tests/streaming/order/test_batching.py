@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_faulttolerant.streaming.order import EpochOrder, Weight, batched_deal, batched_order, shares_of_streams
@@ -67,7 +67,10 @@ def test_batches_are_those_of_the_original(
     """Sample by sample, on each rank, from the beginning and after a resume between two global batches."""
     weights = [Weight(repeat=repeat) for repeat in repeats]
     streams, _ = their_streams(weights, SIZES, None, 7)
-    start = done * world[0] * world[1] * batch_size
+    of_step = world[0] * world[1] * batch_size
+    assume(min(stream.proportion for stream in streams) * of_step >= 1)
+    assume(min(stream.choose for stream in streams) >= of_step)
+    start = done * of_step
     wanted = Theirs(SIZES, streams, "balanced", 1, 7).plan(
         method,
         world=world,

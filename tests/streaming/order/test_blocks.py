@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -119,6 +121,33 @@ def test_every_sample_comes_once_in_slices_too(
     with mock.patch.object(blocks, "MAX_BLOCK_SAMPLES", most):
         order = epoch_order(sizes, epoch=0, shuffle=True, num_canonical_nodes=rows, block_size=block_size)
         assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
+
+
+def test_an_order_is_freed_at_once_with_its_blocks() -> None:
+    """No cycle of references keeps the blocks of past epochs until somebody collects garbage."""
+    order = epoch_order([[100] * 40, [50]], epoch=0, shuffle=True, chosen=[4000, 20])
+    ids_of(order)
+    alive = weakref.ref(order)
+    gc.disable()
+    try:
+        del order
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_reading_on_makes_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rows of many canonical nodes are read side by side, and a thread looks ahead."""
+    made: list[int] = []
+    drawn = blocks.permutation
+    monkeypatch.setattr(blocks, "permutation", lambda key, count: made.append(key) or drawn(key, count))
+    order = epoch_order([[20] * 320], epoch=0, shuffle=True, num_canonical_nodes=8)
+    made.clear()
+    for position in range(0, 6400, 40):
+        order.sample_ids(np.arange(position, position + 40))
+        ahead = min(position + 1200, 6400 - 40)
+        order.sample_ids(np.arange(ahead, ahead + 40))
+    assert len(made) == len(set(made)) == 40
 
 
 def test_shards_are_read_block_by_block() -> None:
