@@ -118,8 +118,8 @@ def _samplers(figures: Figures) -> str:
         for length, samplers in figures["samplers"]["cases"].items()
         for name, found in samplers.items()
     ]
-    table = _table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
-    return f"{table}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
+    of_seeks = table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
+    return f"{of_seeks}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
 
 
 def _gather(figures: Figures) -> str:

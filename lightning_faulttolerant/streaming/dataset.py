@@ -146,6 +146,7 @@ class StreamingDataset(IterableDataset[Any]):
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
         self._book = EpochBook(seeding)
         self._channel: Channel | None = None
+        self._unheard: Channel | None = None
         self._handed_world: HandedWorld | None = None
 
     @property
@@ -207,8 +208,9 @@ class StreamingDataset(IterableDataset[Any]):
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
 
     def _begin(self) -> Start:
-        if self._channel is not None:
-            return self._channel.heard()
+        channel, self._unheard = self._channel or self._unheard, None
+        if channel is not None:
+            return channel.heard()
         if get_worker_info() is None:
             epoch, sample = self._book.begin(self._normal)
         else:
@@ -228,9 +230,15 @@ class StreamingDataset(IterableDataset[Any]):
         return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
 
     @contextlib.contextmanager
-    def told_by(self, channel: Channel) -> Iterator[None]:
-        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
-        self._channel = channel
+    def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
+        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader.
+
+        Args:
+            channel: The loader's.
+            is_read_here: Whether this process reads. A derived class's ``__iter__`` may be a generator, which begins at
+                its first sample: so the next iteration hears it.
+        """
+        self._channel, self._unheard = channel, channel if is_read_here else None
         try:
             yield
         finally:
@@ -379,7 +387,7 @@ class StreamingDataset(IterableDataset[Any]):
         return world.replicated(self.replication) if self.replication else world
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handed_world": HandedWorld.of_this_process()}
+        return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
 
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:
