@@ -118,8 +118,8 @@ def _samplers(figures: Figures) -> str:
         for length, samplers in figures["samplers"]["cases"].items()
         for name, found in samplers.items()
     ]
-    of_seeks = table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
-    return f"{of_seeks}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
+    text = table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
+    return f"{text}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
 
 
 def _gather(figures: Figures) -> str:

@@ -93,10 +93,10 @@ _LAZY = {
     "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
     "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
-    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
     "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
