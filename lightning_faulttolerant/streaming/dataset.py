@@ -17,9 +17,9 @@ from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
 from lightning_faulttolerant.streaming.opening import open_streams
-from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.order import Deal
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
-from lightning_faulttolerant.streaming.ordering import Ordering, Seeding
+from lightning_faulttolerant.streaming.ordering import Ordering, Readers, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
 from lightning_faulttolerant.streaming.shards import Ids, Shards, Wait
 from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
@@ -65,7 +65,9 @@ class StreamingDataset(IterableDataset[Any]):
         sampling_method: ``"balanced"`` or ``"fixed"``: of a stream that is read in part, whether each epoch draws
             other samples.
         sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
-        batching_method: ``"random"``: batches are mixed of all streams.
+        batching_method: ``"random"``: batches are mixed of all streams; ``"stratified"``: each has the same share of
+            each stream; ``"per_stream"``: each global batch is of one stream. The last two need `batch_size`, and an
+            equal global batch when a run goes on.
         partition_algo: Accepted; any number of ranks can read here.
         allow_unsafe_types: Read pickled columns, which run whatever code is in them.
         replication: How many ranks in a row get the same samples (tensor or sequence parallelism).
@@ -143,6 +145,8 @@ class StreamingDataset(IterableDataset[Any]):
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
+        if self._ordering.is_batched and batch_size is None:
+            raise ValueError(f"batching_method={batching_method!r} needs batch_size: the order depends on it.")
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
         self._book = EpochBook(seeding)
         self._channel: Channel | None = None
@@ -172,7 +176,7 @@ class StreamingDataset(IterableDataset[Any]):
     @property
     def num_positions(self) -> int:
         """How many positions an epoch has, for all ranks together."""
-        return self._order(0, self._world()).num_positions
+        return self._num_positions()
 
     @property
     def book(self) -> EpochBook:
@@ -181,8 +185,7 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
-        world = self._world()
-        return -(-self._num_positions(world) // world.num_ranks)
+        return -(-self._num_positions() // self._world().num_ranks)
 
     def __getitem__(self, at: Any) -> Any:
         """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
@@ -245,7 +248,7 @@ class StreamingDataset(IterableDataset[Any]):
             self._channel = None
 
     def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
-        left = self._num_positions(self._world()) - sample
+        left = self._num_positions() - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
@@ -254,7 +257,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: Start, world: World) -> Plan:
-        return Plan(self._order(start.epoch, world), self.deal(start, world), are_lent=start.are_lent)
+        order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size or 1))
+        return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: Start, world: World) -> Deal:
         """Return how what is left of an epoch is dealt to the readers.
@@ -262,20 +266,17 @@ class StreamingDataset(IterableDataset[Any]):
         Args:
             start: Where it begins.
             world: Who reads.
+
+        Raises:
+            ValueError: If the epoch can't be entered there with these batches.
         """
-        return Deal(
-            num_positions=self._num_positions(world),
-            start=start.sample,
-            world=world,
-            batch_size=start.batch_size or 1,
-            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
-        )
+        return self._ordering.deal(start.sample, self._book.seeding, world, start.batch_size or 1)
 
-    def _num_positions(self, world: World) -> int:
-        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
+    def _readers(self) -> Readers:
+        return Readers.of(self._world(), self.batch_size or 1)
 
-    def _order(self, epoch: int, world: World) -> EpochOrder:
-        return self._ordering.of(epoch, self._book.seeding, world)
+    def _num_positions(self) -> int:
+        return self._ordering.num_positions(self._book.seeding, self._readers())
 
     def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
         is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
@@ -343,7 +344,7 @@ class StreamingDataset(IterableDataset[Any]):
             "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, world.num_nodes),
             "initial_physical_nodes": seeding.initial_nodes or world.num_nodes,
             "version": VERSION,
-            "order": self._ordering.describe(),
+            "order": self._ordering.describe(self._readers()),
             "fingerprint": dict(self._fingerprint),
         }
 
@@ -359,8 +360,9 @@ class StreamingDataset(IterableDataset[Any]):
             FingerprintMismatchError: If it was saved with other data, or in another order.
         """
         epoch, sample = checked_place(obj)
+        own = self._ordering.describe(self._readers())
         differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT)
-        differing += differences(obj.get("order", {}), self._ordering.describe(), ORDER)
+        differing += differences(obj.get("order", {}), own, ORDER)
         if differing and strict:
             raise mismatch(differing)
         if differing:
@@ -370,7 +372,7 @@ class StreamingDataset(IterableDataset[Any]):
                 "The state does not say in which order it was saved, as one of the original library. This data set"
                 " shuffles by %r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the"
                 " original's default), 'py1s', 'py1br', 'py2s' or 'naive': the one that the run began with.",
-                self._ordering.describe()["shuffle_algo"],
+                own["shuffle_algo"],
             )
         nodes = obj.get("initial_physical_nodes")
         seeding = Seeding(

@@ -96,10 +96,12 @@ def _of_the_original(
     block_size: int | None,
 ) -> EpochOrder:
     are_whole = all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True))
-    if are_whole and not draw.shuffle:
-        return SequentialOrder(_units(sizes, chosen, draw), rows)
-    of_units, ids = resampled(sizes, chosen, draw)
-    if not draw.shuffle:
+    units = _units(sizes, chosen, draw) if are_whole else None
+    if units is not None and not draw.shuffle:
+        return SequentialOrder(units, rows)
+    # Where every shard is read once, the place of a sample is its id: an array of all ids would be one too many.
+    of_units, ids = resampled(sizes, chosen, draw) if units is None else (units.size, None)
+    if ids is not None and not draw.shuffle:
         return TableOrder(ids, rows)
     places = shuffled(
         algorithm,
@@ -109,7 +111,7 @@ def _of_the_original(
         epoch=draw.epoch,
         block_size=block_size,
     )
-    return TableOrder(ids[places], rows)
+    return TableOrder(places if ids is None else ids[places], rows)
 
 
 def _check(given: dict[str, object]) -> None:

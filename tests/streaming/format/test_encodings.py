@@ -178,6 +178,22 @@ def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
         encoding_of(name).decode(data, 0, len(data))
 
 
+def test_an_array_does_not_take_bytes_behind_it() -> None:
+    """A shape that needs more bytes than the value has is an error, though the file goes on."""
+    data = bytearray(encoding_of("ndarray:int32").encode(np.zeros((2, 3), np.int32)))
+    data[1] = 4
+    for number_of_bytes_behind in (0, 100):
+        with pytest.raises(ValueError, match="24 bytes, its encoding 48"):
+            encoding_of("ndarray:int32").decode(bytes(data) + bytes(number_of_bytes_behind), 0, len(data))
+
+
+def test_a_picture_of_more_pixels_than_bytes_is_not_made_room_for() -> None:
+    """A head that speaks of a large picture is refused before any memory is asked for."""
+    data = np.array([5000, 6000, 3], "<u4").tobytes() + b"RGB" + bytes(1000)
+    with pytest.raises(ValueError, match="5000 x 6000 pixels in 1015 bytes"):
+        encoding_of("pil").decode(data, 0, len(data))
+
+
 def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
     """In a column of any encoding, bytes are taken for encoded already; a fixed size is checked."""
     data = jpeg_bytes()

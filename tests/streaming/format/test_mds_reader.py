@@ -193,7 +193,9 @@ def test_an_index_of_other_columns_is_found_out(tmp_path: Path) -> None:
     """Columns of an index that need more bytes than the samples have are found when the shard is opened."""
     out = write(MDSWriter, tmp_path / "out", {"i": "int"}, [{"i": 1}])
     other = write(MDSWriter, tmp_path / "other", {"i": "int", "j": "int"}, [{"i": 1, "j": 2}])
-    for mine, theirs in ((out, other), (other, out)):
+    short = write(MDSWriter, tmp_path / "short", {"s": "str"}, [{"s": ""}])
+    long = write(MDSWriter, tmp_path / "long", {"s": "str", "t": "str"}, [{"s": "", "t": ""}])
+    for mine, theirs in ((out, other), (other, out), (short, long)):
         (tmp_path / "shard").write_bytes((mine / "shard.00000.mds").read_bytes())
         size = (mine / "shard.00000.mds").stat().st_size
         text = (theirs / "index.json").read_text()
@@ -221,6 +223,36 @@ def test_a_damaged_length_is_found_with_its_sample(column: int, length: int, tmp
         list(reader.samples(range(NUM_SAMPLES)))
     others = [i for i in range(NUM_SAMPLES) if i != 13]
     assert same(list(reader.samples(others)), [variable(i) for i in others])
+    reader.close()
+
+
+@pytest.mark.parametrize("difference", [-1, 1])
+@pytest.mark.parametrize("column", [0, 1])
+def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tmp_path: Path) -> None:
+    """Where any bytes would be a value, a length off by one is found: the columns do not fill the sample."""
+    samples = [{"a": b"aaaa", "b": b"bbbb"}] * 9
+    out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "bytes"}, samples)
+    data = bytearray((out / "shard.00000.mds").read_bytes())
+    put(data, offset(data, 4) + 4 * column, 4 + difference)
+    (out / "shard.00000.mds").write_bytes(data)
+    reader = opened(out)
+    with pytest.raises(DamagedShardError, match="sample 4 can't be decoded"):
+        reader[4]
+    with pytest.raises(DamagedShardError, match="sample 4 can't be decoded"):
+        list(reader.samples(range(9)))
+    reader.close()
+
+
+def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
+    """A column that would end behind its sample is named, before anything is made of bytes that are not its own."""
+    samples = [{"a": {"k": 1}, "b": b"b"}] * 3
+    out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)
+    data = bytearray((out / "shard.00000.mds").read_bytes())
+    put(data, offset(data, 1), 60)
+    (out / "shard.00000.mds").write_bytes(data)
+    reader = opened(out, allow_unsafe_types=True)
+    with pytest.raises(DamagedShardError, match="column 'a' ends at byte"):
+        reader[1]
     reader.close()
 
 

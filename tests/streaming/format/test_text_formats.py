@@ -134,6 +134,24 @@ def test_a_damaged_shard_is_found(damage: str, tmp_path: Path) -> None:
         read(out)
 
 
+def test_offsets_that_do_not_ascend_are_found_when_the_shard_is_opened(tmp_path: Path) -> None:
+    """Two lines are not one, though they may be read as one value."""
+    out = write(CSVWriter, tmp_path / "out", {"a": "str"}, [{"a": "x"}] * 4)
+    meta = bytearray((out / "shard.00000.csv.meta").read_bytes())
+    meta[8:12], meta[12:16] = meta[12:16], meta[8:12]
+    (out / "shard.00000.csv.meta").write_bytes(meta)
+    with pytest.raises(DamagedShardError, match="do not ascend"):
+        opened(out)
+
+
+def test_a_line_of_too_few_values_says_so(tmp_path: Path) -> None:
+    """The error names both numbers."""
+    out = write(CSVWriter, tmp_path / "out", {"a": "int", "b": "int"}, [{"a": 1, "b": 2}])
+    (out / "shard.00000.csv").write_bytes(b"a,b\n112\n")
+    with pytest.raises(DamagedShardError, match="1 values for 2 columns"):
+        read(out)
+
+
 def test_lines_that_are_no_samples_are_found(tmp_path: Path) -> None:
     """JSON that is no object, or lacks a column, is a damaged shard."""
     for data in (b"[1, 2, 345]\n", b'{"b": 1234}\n', b'{"a": 1234;\n'):
