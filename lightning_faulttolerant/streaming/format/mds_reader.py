@@ -18,7 +18,7 @@ from lightning_faulttolerant.streaming.format.shard import DECODING_ERRORS, Shar
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 1 << 20
 # Fewer than this are faster one by one.
-_FEW = 4
+_FEW = 16
 
 
 class MDSReader(ShardReader):

@@ -108,7 +108,8 @@ class ShardReader(ABC):
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Positions:
         array = np.asarray(ids, dtype=np.int64)
-        if array.size and not (array.min() >= 0 and array.max() < self._info.num_samples):
+        # As unsigned numbers the negative ones are the largest.
+        if (array.view(np.uint64) >= self._info.num_samples).any():
             raise IndexError(
                 f"Samples {array.min()} to {array.max()} of a shard that has {self._info.num_samples}: "
                 f"{self._info.files[0].basename}"
