@@ -234,13 +234,8 @@ class StreamingDataset(IterableDataset[Any]):
 
     @contextlib.contextmanager
     def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
-        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader.
-
-        Args:
-            channel: The loader's.
-            is_read_here: Whether this process reads. A derived class's ``__iter__`` may be a generator, which begins at
-                its first sample: so the next iteration hears it.
-        """
+        """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
+        # A derived class's __iter__ may be a generator, which begins at its first sample: in this process, afterwards.
         self._channel, self._unheard = channel, channel if is_read_here else None
         try:
             yield
