@@ -81,6 +81,9 @@ class StreamingDataset(IterableDataset[Any]):
         >>> dataset = StreamingDataset("/data/train", shuffle=True, batch_size=32)  # doctest: +SKIP
     """
 
+    _channel: Channel | None = None
+    _handed_world: HandedWorld | None = None
+
     def __init__(
         self,
         local: str | os.PathLike[str] | None = None,
@@ -109,14 +112,7 @@ class StreamingDataset(IterableDataset[Any]):
         replication: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if bool(streams) == (local is not None or remote is not None):
-            raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-        _check_counts(
-            batch_size=batch_size,
-            num_canonical_nodes=num_canonical_nodes,
-            predownload=predownload,
-            replication=replication,
-        )
+        _check_counts(batch_size=batch_size, predownload=predownload, replication=replication)
         defaults = {
             "split": split,
             "keep_zip": keep_zip,
@@ -125,7 +121,7 @@ class StreamingDataset(IterableDataset[Any]):
             "validate_hash": validate_hash,
             "storage_options": storage_options,
         }
-        given = streams or [Stream(local=_path(local), remote=_path(remote))]
+        given = _given(streams, local, remote)
         self.streams = tuple(stream.with_defaults(**defaults) for stream in given)
         self.batch_size = batch_size
         self.predownload = predownload
@@ -145,13 +141,15 @@ class StreamingDataset(IterableDataset[Any]):
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
-        if self._ordering.is_batched and batch_size is None:
-            raise ValueError(f"batching_method={batching_method!r} needs batch_size: the order depends on it.")
+        self._ordering.check_batches(batch_size)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
         self._book = EpochBook(seeding)
+<<<<<<< HEAD
         self._channel: Channel | None = None
         self._unheard: Channel | None = None
         self._handed_world: HandedWorld | None = None
+=======
+>>>>>>> wt-dataset
 
     @property
     def shuffle(self) -> bool:
@@ -385,6 +383,14 @@ class StreamingDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
+
+
+def _given(
+    streams: Sequence[Stream] | None, local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None
+) -> Sequence[Stream]:
+    if bool(streams) == (local is not None or remote is not None):
+        raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
+    return streams or [Stream(local=_path(local), remote=_path(remote))]
 
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:

@@ -50,11 +50,19 @@ class Seeding:
         seed: Of the order.
         num_canonical_nodes: How many parts of the data are read side by side; ``None``: as the first run has nodes.
         initial_nodes: The number of nodes of the first run, where a state has said it.
+
+    Raises:
+        ValueError: If the number of parts is none.
     """
 
     seed: int
     num_canonical_nodes: int | None = None
     initial_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        parts = self.num_canonical_nodes
+        if parts is not None and (isinstance(parts, bool) or parts < 1):
+            raise ValueError(f"num_canonical_nodes must be a positive integer or None, not {parts!r}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +228,11 @@ class Ordering:
             num_nodes=num_nodes,
             initial_nodes=seeding.initial_nodes,
         )
+
+    def check_batches(self, batch_size: int | None) -> None:
+        """Raise ValueError if the order depends on a batch size that is not known."""
+        if self.is_batched and batch_size is None:
+            raise ValueError(f"batching_method={self._batching!r} needs batch_size: the order depends on it.")
 
     @property
     def is_batched(self) -> bool:

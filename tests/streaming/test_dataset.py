@@ -123,9 +123,10 @@ def test_an_error_does_not_end_an_epoch(directory: str) -> None:
 def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> None:
     """A local data set is read without a thread and without a file beside it."""
     files = sorted(Path(directory).rglob("*"))
+    threads = threading.active_count()
     samples = iter(StreamingDataset(directory, shuffle=True))
     next(samples)
-    assert threading.active_count() == 1
+    assert threading.active_count() == threads
     assert sorted(Path(directory).rglob("*")) == files
 
 
@@ -134,10 +135,15 @@ def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str
     dataset = StreamingDataset(str(tmp_path / "cache"), directory)
     samples = iter(dataset)
     next(samples)
+    assert _prefetching()
     del samples
-    assert threading.active_count() == 1
+    assert not _prefetching()
     assert numbers(dataset) == list(range(101))
-    assert threading.active_count() == 1
+    assert not _prefetching()
+
+
+def _prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
 @pytest.mark.parametrize(
