@@ -82,6 +82,7 @@ class StreamingDataset(IterableDataset[Any]):
     """
 
     _channel: Channel | None = None
+    _unheard: Channel | None = None
     _handed_world: HandedWorld | None = None
 
     def __init__(
@@ -144,12 +145,6 @@ class StreamingDataset(IterableDataset[Any]):
         self._ordering.check_batches(batch_size)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
         self._book = EpochBook(seeding)
-<<<<<<< HEAD
-        self._channel: Channel | None = None
-        self._unheard: Channel | None = None
-        self._handed_world: HandedWorld | None = None
-=======
->>>>>>> wt-dataset
 
     @property
     def shuffle(self) -> bool:
