@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.checkpoint.directory import AtomicDirectory
     from lightning_faulttolerant.loader.resumable import ResumableDataLoader
     from lightning_faulttolerant.samplers.distributed import InterruptibleDistributedSampler
+    from lightning_faulttolerant.samplers.grouped import InterruptibleDistributedGroupedBatchSampler
+    from lightning_faulttolerant.samplers.images import DistributedShardedDataset
+    from lightning_faulttolerant.samplers.metrics import MetricsTracker
+    from lightning_faulttolerant.samplers.shards import ShardedMapDataset
     from lightning_faulttolerant.samplers.single import InterruptibleSampler
+    from lightning_faulttolerant.samplers.timer import TimestampedTimer
     from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    InterruptableDistributedGroupedBatchSampler = InterruptibleDistributedGroupedBatchSampler
     InterruptableDistributedSampler = InterruptibleDistributedSampler
     InterruptableSampler = InterruptibleSampler
 
@@ -45,23 +51,29 @@ __all__ = [
     "AtomicDirectory",
     "CheckpointError",
     "DamagedCheckpointError",
+    "DistributedShardedDataset",
     "FaultTolerance",
     "FaultToleranceError",
     "FingerprintMismatchError",
     "HasNotResetProgressError",
+    "InterruptableDistributedGroupedBatchSampler",
     "InterruptableDistributedSampler",
     "InterruptableSampler",
+    "InterruptibleDistributedGroupedBatchSampler",
     "InterruptibleDistributedSampler",
     "InterruptibleSampler",
     "MDSWriter",
+    "MetricsTracker",
     "NoValidCheckpointError",
     "NotExactError",
     "ResumableDataLoader",
     "ResumeReport",
     "RunInUseError",
+    "ShardedMapDataset",
     "Stream",
     "StreamingDataLoader",
     "StreamingDataset",
+    "TimestampedTimer",
     "TrainingStopped",
     "UnsafeCheckpointError",
     "UnsupportedTrainerError",
@@ -72,20 +84,26 @@ __all__ = [
 _LAZY = {
     "AtomicCheckpointIO": "lightning_faulttolerant.trainer.checkpoint_io",
     "AtomicDirectory": "lightning_faulttolerant.checkpoint.directory",
+    "DistributedShardedDataset": "lightning_faulttolerant.samplers.images",
     "FaultTolerance": "lightning_faulttolerant.trainer.callback",
-    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
+    "InterruptibleDistributedGroupedBatchSampler": "lightning_faulttolerant.samplers.grouped",
     "InterruptibleDistributedSampler": "lightning_faulttolerant.samplers.distributed",
     "InterruptibleSampler": "lightning_faulttolerant.samplers.single",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "MetricsTracker": "lightning_faulttolerant.samplers.metrics",
+    "ResumableDataLoader": "lightning_faulttolerant.loader.resumable",
     "ResumeReport": "lightning_faulttolerant.trainer.report",
+    "ShardedMapDataset": "lightning_faulttolerant.samplers.shards",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
     "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
+    "TimestampedTimer": "lightning_faulttolerant.samplers.timer",
     "atomic_torch_save": "lightning_faulttolerant.checkpoint.atomic",
 }
 
 # The original library's spelling of its samplers.
 _SPELLED_OTHERWISE = {
+    "InterruptableDistributedGroupedBatchSampler": "InterruptibleDistributedGroupedBatchSampler",
     "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
     "InterruptableSampler": "InterruptibleSampler",
 }

@@ -82,7 +82,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = lightning_faulttolerant.no_such_name
 
 
-@pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".state"])
+@pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".samplers", ".state"])
 def test_a_part_loads_without_lightning(part: str) -> None:
     """The package, and each part for one's own loop, can be imported without Lightning being loaded."""
     name = f"{lightning_faulttolerant.__name__}{part}"

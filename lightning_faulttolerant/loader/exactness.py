@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 
@@ -60,6 +61,8 @@ def why_not_exact(loader: object) -> str | None:
         if reason is not None:
             return reason
     elif is_resumable(loader):
+        if (reason := why_foreign_not_followed(loader)) is not None:
+            return reason
         if getattr(loader, "state", None) is not None:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
     elif hasattr(loader, "state_dict"):

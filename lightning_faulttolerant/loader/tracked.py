@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.children import end_children
 from lightning_faulttolerant.loader.dealt import Deal
+from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
@@ -75,7 +76,7 @@ class TrackedLoader:
         """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
         is_iterable = isinstance(loader.dataset, IterableDataset)
-        self._streamed = StreamedEpochs(loader)
+        self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
@@ -177,6 +178,7 @@ class TrackedLoader:
         if self.is_held_back():
             self._is_asked = False
             self._streamed.take_back()
+            self._foreign.take_back(self.loader)
             return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
@@ -242,6 +244,7 @@ class TrackedLoader:
             self._make_ring(states)
         self._num_iterations += 1
         self._streamed.begin()
+        self._foreign.begin(self.loader)
         if self.iterable is not None:
             self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
             if not self.num_workers:
@@ -292,6 +295,7 @@ class TrackedLoader:
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
         more = {"samplers": self.index_side.own_progress(), "streams": streams, "is_dealt": self._streamed.is_dealt}
+        more["foreign"] = self._foreign.state_dict(self.loader, in_iteration=in_iteration)
         return {**self._state(consumed, iteration), **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
@@ -352,6 +356,7 @@ class TrackedLoader:
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         self._streamed.load_state_dict(state_dict.get("streams", ()))
+        self._foreign.load_state_dict(state_dict.get("foreign", {}), self.loader)
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:

@@ -62,6 +62,10 @@ class Deal:
         """Return how many all ranks have consumed when each has consumed `own` of its part."""
         return self.begin + own * self.num_replicas
 
+    def position(self, own: int) -> int:
+        """Return where in the order this rank's unit `own` stands."""
+        return (self.begin + self.rank + own * self.num_replicas) % self.length
+
     def positions(self, start: int, stop: int) -> Tensor:
         """Return where in the order this rank's samples `start` to `stop` stand, int64."""
         first, step = self.begin + self.rank, self.num_replicas

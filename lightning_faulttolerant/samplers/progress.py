@@ -7,6 +7,7 @@ consumed whole is the beginning of the next one: a state saved there never resum
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import operator
 from abc import ABC, abstractmethod
@@ -19,8 +20,6 @@ from lightning_faulttolerant.samplers.place import Place, place_of
 
 _log = logging.getLogger(__name__)
 
-_KEPT = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
-
 
 class Interruptible(ABC):
     """What the interruptible samplers have in common: an epoch, and how much of it was consumed.
@@ -32,6 +31,8 @@ class Interruptible(ABC):
         drop_last: Whether the last units, too few to give each rank one, are left out.
         len_mode: What ``len`` is behind a resume: that of the whole epoch, or what remains.
     """
+
+    _kept: tuple[str, ...] = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
 
     def __init__(
         self, *, unit: str, num_replicas: int | None, rank: int | None, drop_last: bool, len_mode: str
@@ -74,19 +75,26 @@ class Interruptible(ABC):
         Args:
             begin: What all ranks had consumed before it was dealt; by default what they had at the last resume.
         """
+        return self._deal(length=self._length(), begin=self._begin if begin is None else begin)
+
+    def _deal(self, *, length: int, begin: int) -> Deal:
         place = self.place()
         return Deal(
-            length=self._length(),
-            begin=self._begin if begin is None else begin,
+            length=length,
+            begin=begin,
             rank=place.rank,
             num_replicas=place.num_replicas,
             drop_last=self.drop_last,
         )
 
+    def _whole(self) -> int:
+        """Return how many units of a whole epoch come to this rank."""
+        return self.deal(0).num_own
+
     @property
     def progress(self) -> int:
         """How much of its part of the whole epoch this rank has behind it."""
-        return self.deal(0).num_own - self.remaining()
+        return max(0, self._whole() - self.remaining())
 
     @property
     def global_consumed(self) -> int:
@@ -98,7 +106,7 @@ class Interruptible(ABC):
         return self.deal().num_own - self._own
 
     def __len__(self) -> int:
-        return self.remaining() if self.len_mode == "remaining" else self.deal(0).num_own
+        return self.remaining() if self.len_mode == "remaining" else self._whole()
 
     def __iter__(self) -> Iterator[Any]:
         return self.iter_from(0)
@@ -141,7 +149,7 @@ class Interruptible(ABC):
         left = self.remaining()
         if n > left and not self._is_short_last(n, left):
             raise AdvancedTooFarError(
-                f"advance({n}) at {self.progress} of {self.deal(0).num_own} {self._unit} of epoch {self.epoch} on rank"
+                f"advance({n}) at {self.progress} of {self._whole()} {self._unit} of epoch {self.epoch} on rank"
                 f" {place.rank}: {left} are left. A position beyond the end can't be resumed. Count each batch once, by"
                 " its own length, and begin the next epoch with `with sampler.in_epoch(epoch):`."
             )
@@ -172,7 +180,7 @@ class Interruptible(ABC):
         if epoch != self.epoch and (is_under_way or self._is_restored):
             raise HasNotResetProgressError(
                 f"set_epoch({epoch}), but epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'},"
-                f" at {self.progress} of {self.deal(0).num_own} {self._unit}: what is left of it would be lost. Loop"
+                f" at {self.progress} of {self._whole()} {self._unit}: what is left of it would be lost. Loop"
                 " over range(sampler.epoch, num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by"
                 " sampler.reset_progress()."
             )
@@ -214,12 +222,12 @@ class Interruptible(ABC):
 
     def progress_state(self) -> dict[str, Any]:
         """Return all that is kept of the epoch, for this object made again with as many ranks: plain values."""
-        return {name: getattr(self, name) for name in _KEPT}
+        return {name: copy.deepcopy(getattr(self, name)) for name in self._kept}
 
     def load_progress_state(self, state: Mapping[str, Any]) -> None:
         """Be as when `progress_state` gave `state`; whoever keeps positions himself puts a sampler where it was so."""
-        for name in _KEPT:
-            setattr(self, name, state[name])
+        for name in self._kept:
+            setattr(self, name, copy.deepcopy(state[name]))
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch to go on with, and what all ranks have consumed of it."""

@@ -82,6 +82,7 @@ class StreamingDataset(IterableDataset[Any]):
     """
 
     _channel: Channel | None = None
+    _unheard: Channel | None = None
     _handed_world: HandedWorld | None = None
 
     def __init__(
@@ -203,8 +204,9 @@ class StreamingDataset(IterableDataset[Any]):
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
 
     def _begin(self) -> Start:
-        if self._channel is not None:
-            return self._channel.heard()
+        channel, self._unheard = self._channel or self._unheard, None
+        if channel is not None:
+            return channel.heard()
         if get_worker_info() is None:
             epoch, sample = self._book.begin(self._normal)
         else:
@@ -224,9 +226,10 @@ class StreamingDataset(IterableDataset[Any]):
         return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
 
     @contextlib.contextmanager
-    def told_by(self, channel: Channel) -> Iterator[None]:
+    def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
         """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
-        self._channel = channel
+        # A derived class's __iter__ may be a generator, which begins at its first sample: in this process, afterwards.
+        self._channel, self._unheard = channel, channel if is_read_here else None
         try:
             yield
         finally:
@@ -242,8 +245,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: Start, world: World) -> Plan:
-        readers = Readers.of(world, start.batch_size or 1)
-        return Plan(self._ordering.of(start.epoch, self._book.seeding, readers), self.deal(start, world))
+        order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size or 1))
+        return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: Start, world: World) -> Deal:
         """Return how what is left of an epoch is dealt to the readers.
@@ -273,7 +276,7 @@ class StreamingDataset(IterableDataset[Any]):
                     ahead.advance(place)
                 place += len(ids)
                 if is_plain:
-                    yield from self._shards.samples(ids, wait)
+                    yield from self._shards.samples(ids, wait, are_lent=plan.are_lent)
                 else:
                     yield from self._own_samples(ids, wait)
 
@@ -375,7 +378,7 @@ class StreamingDataset(IterableDataset[Any]):
         return world.replicated(self.replication) if self.replication else world
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handed_world": HandedWorld.of_this_process()}
+        return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
 
 
 def _given(

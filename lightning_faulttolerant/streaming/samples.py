@@ -26,9 +26,11 @@ class Plan:
     Args:
         order: Of the epoch.
         deal: Of what is left of it, to this worker of this rank.
+        are_lent: Whether its samples are only made batches of, which copies them.
     """
 
-    def __init__(self, order: EpochOrder, deal: Deal) -> None:
+    def __init__(self, order: EpochOrder, deal: Deal, *, are_lent: bool = False) -> None:
+        self.are_lent = are_lent
         self._order = order
         self.deal = deal
 

@@ -159,11 +159,17 @@ class Shards:
             if self._limit is not None:
                 known.clear()
 
-    def samples(self, ids: Ids, wait: Wait | None = None) -> Iterator[dict[str, Any]]:
-        """Yield samples in the order of `ids`; those of one shard are decoded together."""
+    def samples(self, ids: Ids, wait: Wait | None = None, *, are_lent: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield samples in the order of `ids`; those of one shard are decoded together.
+
+        Args:
+            ids: Their numbers.
+            wait: Waits for a shard.
+            are_lent: Whether they are copied at once, so that large arrays may be parts of the files.
+        """
         shards, places = self.locate(ids)
         if len(ids) and (shards == shards[0]).all():
-            yield from self.reader(int(shards[0]), wait).samples(places)
+            yield from self._of_shard(int(shards[0]), places, wait, are_lent=are_lent)
             return
         order = np.argsort(shards, kind="stable")
         in_order = shards[order]
@@ -171,13 +177,17 @@ class Shards:
         samples: list[Any] = [None] * len(ids)
         for begin, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(ids)], strict=True):
             where = order[begin:stop]
-            reader = self.reader(int(in_order[begin]), wait)
-            for place, sample in zip(where.tolist(), reader.samples(places[where]), strict=True):
+            of_shard = self._of_shard(int(in_order[begin]), places[where], wait, are_lent=are_lent)
+            for place, sample in zip(where.tolist(), of_shard, strict=True):
                 samples[place] = sample
         # Given away one by one: nobody is kept waiting to have his memory back.
         samples.reverse()
         while samples:
             yield samples.pop()
+
+    def _of_shard(self, shard: int, places: Ids, wait: Wait | None, *, are_lent: bool) -> Iterator[dict[str, Any]]:
+        reader = self.reader(shard, wait)
+        return reader.lent_samples(places) if are_lent else reader.samples(places)
 
 
 def _max_mapped(limit: int | None, mean_bytes: int) -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, overhead, parts, report, resume, runs, save
+from benchmarks import gather, overhead, parts, report, resume, runs, samplers, save
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,17 @@ def test_each_way_to_save_is_timed(tmp_path: Path) -> None:
         assert 0 < of["low"] <= of["ratio"] <= of["high"]
         assert of["peak_bytes"] > 0
     assert found["variants"][save.LIGHTNINGS]["ratio"] == 1
+
+
+def test_samplers_are_measured_as_far_as_they_fit(tmp_path: Path) -> None:
+    """Each has a time to its position and for an index, and what it would not have memory for is left out."""
+    figures = figures_of(samplers.main, ["--gigabytes", "0.001"], tmp_path)
+    small, large = figures["cases"].values()
+    assert set(small) == set(large) == set(samplers.SAMPLERS)
+    assert large["DistributedSampler"] is None
+    for found in (*small.values(), large['order="feistel"']):
+        assert found["seek_s"] > 0
+        assert found["index_ns"] > 0
 
 
 def test_page_is_of_the_figures_beside_it() -> None:

@@ -109,7 +109,9 @@ class KeptShards:
                 fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
             if fault:
                 return f"{file.basename}: {fault}"
-        self._mark(shard, self._checksums(shard, self._paths(shard)), is_downloaded=bool(mark and mark.is_downloaded))
+        if self._is_marked:  # else the checksums would be for nobody, and take as long as reading the whole shard
+            checksums = self._checksums(shard, self._paths(shard))
+            self._mark(shard, checksums, is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
     def publish(self, shard: int, temporaries: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ missed, and nothing waits for a thread that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -110,8 +111,8 @@ class Prefetcher:
         try:
             return cache.fetch(shard)
         except CacheLimitError:
-            self._work.let_go()  # what is needed now goes before what will be
-            return cache.fetch(shard)
+            with self._work.making_way():  # what is needed now goes before what will be
+                return cache.fetch(shard)
         finally:
             self._work.let_go((stream, shard))
 
@@ -146,6 +147,7 @@ class _Work:
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._wanted: Key | None = None
+        self._makes_way = False
         self._in_flight: set[Key] = set()
         self._ahead: dict[Key, int] = {}
         self._errors: dict[Key, Exception] = {}
@@ -176,11 +178,24 @@ class _Work:
             error, self._plan_error = self._errors.pop(key, None) or self._plan_error, None
             return error
 
-    def let_go(self, key: Key | None = None) -> None:
-        """Let go of a shard that was fetched ahead; of all without a key."""
+    def let_go(self, key: Key) -> None:
+        """Let go of a shard that was fetched ahead."""
         with self._changed:
-            self._release([key] if key is not None else list(self._ahead))
+            self._release([key])
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def making_way(self) -> Iterator[None]:
+        """Let go of all that was fetched ahead, and begin with nothing new in the block."""
+        with self._changed:
+            self._makes_way = True
+            self._release(list(self._ahead))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._makes_way = False
+                self._changed.notify_all()
 
     def _next(self) -> Need | None:
         with self._upcoming_lock:
@@ -219,6 +234,8 @@ class _Work:
         key = need.stream, need.shard
         cache = self._caches[need.stream]
         with self._changed:
+            while self._makes_way and not self.stop.is_set():
+                self._changed.wait(_LOOK_SECONDS)
             if key in self._in_flight or key in self._ahead:
                 return
             self._in_flight.add(key)

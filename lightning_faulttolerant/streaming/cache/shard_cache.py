@@ -207,6 +207,7 @@ class ShardCache:
                 if self._kept.fault(shard) is None:
                     return
                 if self.limit is not None:
+                    self._kept.remove(shard)  # what is there of it is no copy, but takes room
                     self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
                 self._attempts.run(functools.partial(self._bring, shard))
         except FailedError as failed:

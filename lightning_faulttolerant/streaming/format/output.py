@@ -62,16 +62,6 @@ class Output:
         if progress_bar and self._remote:
             self._bar = extra("tqdm", purpose="for progress_bar=True").tqdm(desc="Uploading", unit="file", total=0)
 
-    @property
-    def local(self) -> str | None:
-        """The directory of this machine that is written to, if there is one."""
-        return self._local.path if isinstance(self._local, LocalPlace) else None
-
-    @property
-    def remote(self) -> str | None:
-        """The address that is uploaded to, if there is one."""
-        return None if self._remote is None else str(self._remote)
-
     def add(self, name: str, data: bytes) -> None:
         """Write a file of the data set.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,6 +49,28 @@ def child(main: Callable[[], Any]) -> Iterator[Child]:
         yield process
     finally:
         process.kill()
+
+
+@contextlib.contextmanager
+def held_by_a_thread(*locks: Any) -> Iterator[None]:
+    """Let another thread be inside of locks, as it may be at the moment of a fork."""
+    is_inside, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            is_inside.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_inside.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def run_all(mains: list[Callable[[], Any]]) -> list[int]:

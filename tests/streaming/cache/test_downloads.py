@@ -152,10 +152,11 @@ def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
-def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Once the one that was given up moves again its thread ends, and its file goes."""
+@pytest.mark.parametrize("fault", ["hang", "late"])
+def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
+    """Once the one that was given up moves again its thread ends, and its file goes, or is not even made."""
     data = make_data()
-    with flaky(data.stored, {SHARD: ["hang"]}) as (remote, faults):
+    with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache_of(data, tmp_path, remote, download_timeout=0.05).fetch(1)
         threads = [thread for thread in threading.enumerate() if thread.name == "shard-download"]
         assert [thread.daemon for thread in threads] == [True]
@@ -178,9 +179,10 @@ def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
 def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
     """A signature behind a URL reaches the server, and no error message."""
     data = make_data()
-    with web({SHARD: data.stored[SHARD]}) as (remote, _):
+    with web({SHARD: data.stored[SHARD]}) as (remote, faults):
         cache = cache_of(data, tmp_path, f"{remote}?sig=secret")
         cache.fetch(1)
+        assert faults.addresses == [f"/data/{SHARD}?sig=secret"]
         with pytest.raises(MissingShardError) as caught:
             cache.fetch(0)
     assert f"{remote}/shard.00000.mds: " in str(caught.value)

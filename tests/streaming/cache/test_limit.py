@@ -59,11 +59,12 @@ def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
     assert shards_in(tmp_path / "other") == [0, 1]
 
 
-def test_what_is_held_is_not_evicted(tmp_path: Path) -> None:
-    """A shard in use stays, as often as it is held, and goes when it is released; if nothing else can go it is said."""
+def test_what_is_held_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard in use stays until it is released as often as it was held; if nothing else can go it is said at once."""
+    monkeypatch.setattr(limit, "_STILL_SECONDS", 1000)
     data = make_data(6)
     with flaky(data.files) as (remote, _):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000), download_timeout=1000)
         fetch(cache, 0)
         cache.hold(0)
         cache.hold(0)

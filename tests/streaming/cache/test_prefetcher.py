@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError
+from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError, ShardError
 from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, prefetcher
 from lightning_faulttolerant.testing.processes import fork_and_run
-from tests.processes import in_child
-from tests.streaming.cache.children import child, wait_for
+from tests.streaming.cache.children import child, held_by_a_thread, wait_for
 from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web, write
 
 
@@ -44,10 +43,12 @@ def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2])
             time.sleep(0.05)
             assert here(data, tmp_path) == [0, 1, 2]
+            assert cache.is_held(0)
+            assert ahead.wait(0, 0) == str(tmp_path)
+            assert not cache.is_held(0)
             ahead.advance(9)
             ahead.advance(10)
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3])
-            assert ahead.wait(0, 0) == str(tmp_path)
             ahead.advance(70)
             wait_for(lambda: here(data, tmp_path) == list(range(8)))
         assert sorted(faults.asked) == sorted(data.stored)
@@ -95,6 +96,18 @@ def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, kind: type[
             assert faults.asked.count("shard.00003.mds") == num_attempts
             ahead.wait(0, 3)  # it is there now
             ahead.wait(0, 5)
+
+
+def test_an_error_to_come_is_waited_for(tmp_path: Path) -> None:
+    """Who needs a shard that is being fetched gets the error of that, and does not begin all the attempts again."""
+    data = make_data(3)
+    with flaky(data.files, {"shard.00000.mds": ["hang"] * 9}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0)
+        with Prefetcher([cache], needs(1), predownload=100) as ahead:
+            wait_for(lambda: faults.asked)
+            with pytest.raises(ShardError, match=r"Shard 0 .*1 attempt"):
+                ahead.wait(0, 0)
+            assert faults.asked == ["shard.00000.mds"]
 
 
 def test_an_error_of_the_plan_is_raised(tmp_path: Path) -> None:
@@ -158,8 +171,8 @@ def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
             ahead.wait(0, 2)
             ahead.close()
 
-        with ahead._work._changed, ahead._work.stop._cond:  # as if a thread were inside
-            assert in_child(worker) == 0
+        with held_by_a_thread(ahead._work._changed, ahead._work.stop._cond), child(worker) as process:
+            assert process.wait() == 0
         ahead.close()
     assert here(data, tmp_path) == [2]
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, locks, temporary
+from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks, temporary
 from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
 from tests.processes import in_child
-from tests.streaming.cache.children import Child, child, run_all, wait_for
+from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
 from tests.streaming.cache.remotes import (
     HASH,
     Data,
@@ -158,15 +158,22 @@ def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
 def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
     """A worker that is forked in the middle of a download by another thread of its parent fetches like any other."""
     data = make_data()
+
+    def work() -> None:
+        assert not cache.is_held(0)
+        cache.fetch(0)
+        cache.hold(2)
+        cache.fetch(2)
+        cache.release(2)
+
     with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
         cache.hold(0)
         thread = threading.Thread(target=cache.fetch, args=(1,))
         thread.start()
         wait_for(lambda: faults.asked)
-        with cache._holds_lock, locks._held_lock:  # as if another thread were inside
-            worker = Child(lambda: (cache.fetch(0), cache.hold(2), cache.release(2), cache.fetch(2)))
-        assert worker.wait() == 0
+        with held_by_a_thread(cache._holds_lock, locks._held_lock), child(work) as worker:
+            assert worker.wait() == 0
         faults.is_over.set()
         thread.join()
     assert_whole(cache, data)
@@ -209,11 +216,16 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     }
     stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
+    own = tmp_path / marks.DIRECTORY
+    own.mkdir()
+    (own / "shard.00002.mds.lock").write_bytes(b"")
+    (own / f"{SHARD}.mark.{host}.{dead.process_id}.0123456789abcdef.tmp").write_bytes(b"")
     with flaky(data.files) as (remote, _):
         cache_of(data, tmp_path, remote).fetch(1)
     left = {path.name for path in tmp_path.iterdir()}
     assert not left & gone
     assert stays | {"notes.tmp"} <= left
+    assert [path.name for path in own.iterdir()] == [f"{SHARD}.mark"]
 
 
 def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +264,49 @@ def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
     with locked(path, 0) as lock, locked(path, 0) as second:
         assert lock is not None
         assert second is None
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
+    """A shard whose process ended as it got its name is used, and evicted, like others; unless its content is lost."""
+    data = make_data()
+    replace = os.replace
+
+    def killed_behind(source: str, target: str) -> None:
+        replace(source, target)
+        if target.endswith(SHARD):
+            os._exit(9)
+
+    def first() -> None:
+        os.replace = killed_behind  # type: ignore[assignment]
+        cache_of(data, tmp_path, remote).fetch(1)
+
+    with flaky(data.files) as (remote, faults):
+        assert in_child(first) == 9
+        if is_lost:
+            (tmp_path / SHARD).write_bytes(bytes(1000))
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(1000))
+        cache.fetch(1)
+        assert faults.asked == [SHARD] * is_lost
+        assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
+        cache.fetch(2)
+        assert not (tmp_path / SHARD).exists()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opened the file of a lock that was released then does not believe to have it."""
+    path = str(tmp_path / "shard.lock")
+    lock_file = locks._lock
+
+    def released_first(descriptor: int) -> bool:
+        monkeypatch.setattr(locks, "_lock", lock_file)
+        os.unlink(path)
+        return lock_file(descriptor)
+
+    monkeypatch.setattr(locks, "_lock", released_first)
+    with locked(path, 5) as lock:
+        assert lock is not None
+        assert os.path.exists(path)
 
 
 def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,17 +212,19 @@ def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
 def test_decoded_arrays_belong_to_the_caller(name: str, tmp_path: Path) -> None:
     """They can be written to, are aligned, outlive the reader, share nothing with each other, and collate silently."""
     shape = (3, 400) if name.endswith("400") else (3, 2)
-    samples = [{"a": b"x" * i, "n": np.full(shape, i, np.float64)} for i in range(9)]
+    samples = [{"a": b"x" * i, "n": np.full(shape, i, np.float64)} for i in range(20)]
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "n": name}, samples)
     reader = opened(out)
-    alone, many = [reader[i]["n"] for i in range(9)], [s["n"] for s in reader.samples([*range(9), 0])]
+    alone, many = [reader[i]["n"] for i in range(20)], [s["n"] for s in reader.samples([*range(20), 0])]
     reader.close()
     for found in (alone, many):
         assert all(a.flags.writeable and a.flags.aligned and a.flags.c_contiguous for a in found)
-        assert torch.equal(default_collate(found[:9]), torch.arange(9.0).double().reshape(9, 1, 1).expand(9, *shape))
+        assert torch.equal(
+            default_collate(found[:20]), torch.arange(20.0).double().reshape(20, 1, 1).expand(20, *shape)
+        )
     many[0][:] = -1
     alone[0][:] = -1
-    assert [a.flat[0] for a in many[1:]] == [*range(1, 9), 0]
+    assert [a.flat[0] for a in many[1:]] == [*range(1, 20), 0]
     assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(many, 2))
 
 

@@ -1,0 +1,259 @@
+"""A distributed batch sampler of batches of one group each, with a position that can be saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from lightning_faulttolerant.samplers.deal import Deal
+from lightning_faulttolerant.samplers.groups import (
+    LEFTOVERS,
+    Batches,
+    consumed_by_the_original,
+    digest_of,
+    form_batches,
+    group_numbers,
+    num_batches,
+)
+from lightning_faulttolerant.samplers.order import OrderName, check_order, order_of
+from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
+from lightning_faulttolerant.samplers.state import VERSION, check_not_too_far, check_same, read_position
+
+Leftover = Literal["pad", "mixed", "drop"]
+_Part = dict[str, int]  # what was consumed of an epoch with one batch size
+
+
+class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):
+    """Deal batches to ranks, each of samples of one group (images of like shape, texts of like length).
+
+    Batches are formed of the epoch's order for all ranks together and dealt in turn: rank r takes every
+    ``num_replicas``-th from r on. Progress counts batches. A state may be gone on with by another number of ranks,
+    which are dealt the rest of the batches, or with another batch size, for which new batches are formed of the samples
+    that were not consumed: none is lost.
+
+    Give it to a loader as ``batch_sampler``. Lightning can't put a distributed sampler into a batch sampler that is not
+    torch's own: build the Trainer with ``use_distributed_sampler=False``. It calls `set_epoch` all the same.
+
+    Args:
+        dataset: The data set, of which only the length is asked for, or that length itself.
+        group_ids: The group of each sample, any hashable value, as many as there are samples.
+        batch_size: How many samples a batch has.
+        num_replicas: How many ranks there are; by default as the process group says, else the environment.
+        rank: Which one this is, from 0; by default found in the same way.
+        shuffle: Whether each epoch comes in a random order of its own.
+        seed: Of the orders; the same on all ranks.
+        drop_last: Whether batches that are not full, and the last ones that are too few to give each rank one, are left
+            out. Otherwise the ranks that lack one get one of the first again.
+        leftover: What becomes of samples that don't fill a batch of their group: ``"pad"``: it is filled up with the
+            first samples of that group in the epoch; ``"mixed"``: they are joined to batches of several groups, the
+            last of which may be short; ``"drop"``: they are left out. By default ``"pad"``; with `drop_last`,
+            ``"drop"``.
+        order: Of the samples, as of `InterruptibleDistributedSampler`.
+        len_mode: What ``len``, in batches, is behind a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
+
+    Raises:
+        ValueError: If an argument has no such value, or `group_ids` is not as long as `dataset`.
+
+    Example:
+        >>> sampler = InterruptibleDistributedGroupedBatchSampler(
+        ...     range(6), [0, 1, 0, 1, 0, 1], batch_size=2, num_replicas=1, rank=0, shuffle=False
+        ... )
+        >>> list(sampler)
+        [[0, 2], [1, 3], [4, 0], [5, 1]]
+    """
+
+    kind = "grouped"
+    _kept = (*Interruptible._kept, "_consumed_before")
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        group_ids: Sequence[Hashable] | Tensor,
+        batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        leftover: Leftover | None = None,
+        order: OrderName = "torch",
+        len_mode: LenMode = "full",
+    ) -> None:
+        check_order(order)
+        self.dataset = range(dataset) if isinstance(dataset, int) else dataset  # type: ignore[assignment]
+        if len(group_ids) != len(self.dataset):  # type: ignore[arg-type]  # it is sized
+            raise ValueError(
+                f"group_ids has {len(group_ids)} entries, the data set {len(self.dataset)}: each sample has a group."  # type: ignore[arg-type]
+            )
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r}: it must be a whole number from 1 on.")
+        self.leftover = leftover or ("drop" if drop_last else "pad")
+        if self.leftover not in LEFTOVERS:
+            raise ValueError(f"leftover={leftover!r}: there are {', '.join(map(repr, LEFTOVERS))}.")
+        self.batch_size, self.shuffle, self.seed, self.order_name = batch_size, shuffle, seed, order
+        self.group_ids = group_ids
+        self._groups = group_numbers(group_ids)
+        self._digest = digest_of(self._groups)
+        self._num_batches = num_batches(
+            self._groups, batch_size=batch_size, leftover=self.leftover, drop_last=drop_last
+        )
+        self._formed: tuple[Any, Batches] | None = None
+        self._consumed_before: list[_Part] = []
+        Interruptible.__init__(
+            self, unit="batches", num_replicas=num_replicas, rank=rank, drop_last=drop_last, len_mode=len_mode
+        )
+
+    def _restart(self, epoch: int, *, begin: int = 0, is_restored: bool = False) -> None:
+        super()._restart(epoch, begin=begin, is_restored=is_restored)
+        self._consumed_before = []
+
+    @property
+    def sampler(self) -> InterruptibleDistributedGroupedBatchSampler:
+        """Itself: Lightning looks there for the `set_epoch` of a batch sampler."""
+        return self
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor
+        """How many ranks there are."""
+        return self.place().num_replicas
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """Which one this is."""
+        return self.place().rank
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches of a whole epoch come to each rank."""
+        return self._whole()
+
+    def _length(self) -> int:
+        return len(self._batches(self.epoch, self._consumed_before)) if self._consumed_before else self._num_batches
+
+    def _whole(self) -> int:
+        return self._deal(length=self._num_batches, begin=0).num_own
+
+    def _batches(self, epoch: int, consumed_before: Sequence[_Part]) -> Batches:
+        """Return the batches, for all ranks, of what was not consumed with other batch sizes."""
+        key = (epoch, consumed_before)
+        if self._formed is None or self._formed[0] != key:
+            self._formed = (epoch, [dict(part) for part in consumed_before]), self._form(epoch, consumed_before)
+        return self._formed[1]
+
+    def _form(self, epoch: int, consumed_before: Sequence[_Part]) -> Batches:
+        groups, length = self._groups, len(self._groups)
+        every = order_of(self.order_name, length=length, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+        order = rest = every.at(torch.arange(length, device="cpu"))
+        for part in consumed_before:
+            size, number, ranks = part["batch_size"], part["num_batches"], part["original_replicas"]
+            if ranks:
+                consumed = consumed_by_the_original(
+                    order, groups, batch_size=size, num_replicas=ranks, progress=number, drop_last=self.drop_last
+                )
+            else:
+                formed = form_batches(rest, groups, batch_size=size, leftover=self.leftover, whole_order=order)
+                consumed = formed.samples(number)
+            is_left = torch.ones(length, dtype=torch.bool, device="cpu")
+            is_left[consumed] = False
+            rest = rest[is_left[rest]]
+        found = form_batches(rest, groups, batch_size=self.batch_size, leftover=self.leftover, whole_order=order)
+        return found.only_full(self.batch_size) if self.drop_last else found
+
+    def _iterate(self, skip: int) -> Iterator[list[int]]:
+        deal = self.deal()
+        return self._dealt(self._batches(self.epoch, self._consumed_before), deal, range(skip, deal.num_own))
+
+    def _dealt(self, batches: Batches, deal: Deal, own: range) -> Iterator[list[int]]:
+        for i in own:
+            yield batches.at(deal.position(i))
+        self._note_end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_formed": None}
+
+    def advance(self, n: int = 1) -> None:
+        """Say that `n` more batches were consumed by this rank.
+
+        Raises:
+            AdvancedTooFarError: If there are not that many left; nothing is counted then.
+            ValueError: If it is negative.
+        """
+        super().advance(n)
+
+    def _order_arguments(self) -> dict[str, Any]:
+        return {
+            "dataset_len": len(self._groups),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "order": self.order_name,
+            "drop_last": self.drop_last,
+            "leftover": self.leftover,
+            "groups": self._digest,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the sampler is; an epoch that was consumed whole is the beginning of the next one.
+
+        ``global_consumed`` counts batches of ``batch_size`` that all ranks have consumed, behind what
+        ``consumed_before`` says of other batch sizes; ``progress``, as in the original's state, this rank's batches.
+        """
+        epoch, consumed = self._position()
+        return {
+            "version": VERSION,
+            "kind": self.kind,
+            "epoch": epoch,
+            "global_consumed": consumed,
+            "progress": self.progress if epoch == self.epoch else 0,
+            "num_replicas": self.place().num_replicas,
+            "batch_size": self.batch_size,
+            "consumed_before": [dict(part) for part in self._consumed_before] if epoch == self.epoch else [],
+            **self._order_arguments(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on from where `state_dict` was made, here or by the original library.
+
+        Args:
+            state_dict: Of this sampler, with any number of ranks and any batch size, or the original's
+                ``{"progress", "epoch"}``, taken to be of as many ranks, and of the batch size, as there are now. There
+                each rank forms its own batches; what they held is found again, and new ones are formed of the rest.
+            strict: Whether other groups, data, another seed, shuffle, order, drop_last or leftover are an error; else
+                they are announced, and only the position is kept.
+
+        Raises:
+            FingerprintMismatchError: If one of these differs, and `strict`. Both values are shown.
+            AdvancedTooFarError: If it lies behind the epoch's end.
+            ValueError: If it is no state of such a sampler.
+        """
+        position = read_position(state_dict, kind=self.kind)
+        begin, before = position.consumed, [dict(part) for part in state_dict.get("consumed_before", [])]
+        if position.is_original:
+            ranks = self.place().num_replicas
+            own = len(self._groups) // ranks if self.drop_last else -(-len(self._groups) // ranks)
+            check_not_too_far(begin, -(-own // self.batch_size), "batches of each rank")
+            before, begin = _with_part(before, batch_size=self.batch_size, number=begin, original_replicas=ranks), 0
+        else:
+            check_same(state_dict, self._order_arguments(), strict=strict)
+            if state_dict["batch_size"] != self.batch_size:
+                before = _with_part(before, batch_size=state_dict["batch_size"], number=begin)
+                begin = 0
+        length = len(self._batches(position.epoch, before)) if before else self._num_batches
+        deal = self._deal(length=length, begin=begin)
+        ranks = position.num_replicas or 1
+        check_not_too_far(begin, -(-length // ranks) * ranks, "batches")
+        if deal.num_own == 0 and (begin or before):
+            self._restart(position.epoch + 1, is_restored=True)
+        else:
+            self._restart(position.epoch, begin=begin, is_restored=True)
+            self._consumed_before = before
+
+
+def _with_part(before: list[_Part], *, batch_size: int, number: int, original_replicas: int = 0) -> list[_Part]:
+    if not number:
+        return before
+    return [*before, {"batch_size": batch_size, "num_batches": number, "original_replicas": original_replicas}]

@@ -1,0 +1,183 @@
+"""Each rank's own part of a directory of images, one sub-directory a class; no torchvision is needed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_faulttolerant.errors import FaultToleranceError
+from lightning_faulttolerant.samplers.place import place_of
+from lightning_faulttolerant.samplers.shards import Share, check_fraction
+from lightning_faulttolerant.streaming.format.extras import extra
+
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+def load_image(path: str) -> Any:
+    """Return the image of a file, as a PIL image in RGB.
+
+    Raises:
+        ImportError: If Pillow is not installed.
+    """
+    opener = extra("PIL.Image", purpose="to read images")
+    with open(path, "rb") as file, opener.open(file) as image:
+        return image.convert("RGB")
+
+
+class DistributedShardedDataset(Dataset[tuple[Any, Any]]):
+    """This rank's part of a data set of files, ``root/<class>/.../<file>``, kept in memory or on a device.
+
+    All ranks list the tree, shuffle it with the same seed and take their parts, which are equally long (see `Share`):
+    disjoint while ``samples_pct_per_replica * world_size <= 1``, up to the last round that makes them equal. Go through
+    it with `InterruptibleSampler`.
+
+    Args:
+        root: The directory.
+        rank: Which rank this is, from 0; ``None``: as the process group or the environment says now.
+        world_size: How many there are; ``None``: found in the same way.
+        samples_pct_per_replica: The fraction (not the percentage) of the data set that each rank holds, more than 0 and
+            at most 1, rounded up to whole samples.
+        device_id: Where samples and targets are put, each stacked to one tensor: the samples then must be tensors of
+            one shape. On a CUDA device, load them without workers.
+        seed: Of the order in which samples are dealt.
+        shuffle: Whether they are dealt in a random order.
+        loader: Gets a path, returns a sample; by default a PIL image in RGB.
+        extensions: Which files are samples, by the end of their names in lower case.
+        sample_load_transform: Applied to each sample when it is loaded.
+        target_load_transform: Applied to each class number when it is loaded.
+        sample_getitem_transform: Applied to each sample when it is asked for.
+        target_getitem_transform: Applied to each target when it is asked for.
+        is_valid_file: Gets a path, returns whether it is a sample; `extensions` is not asked then.
+        lazy: Whether samples are loaded when they are asked for, each time, instead of all at once: a restart begins
+            at once, and memory holds no samples.
+
+    Raises:
+        ValueError: If the fraction is out of its range, there is no such rank, or `lazy` is asked for with a device.
+        FileNotFoundError: If there are no classes, or a class has no samples.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        rank: int | None,
+        world_size: int | None,
+        samples_pct_per_replica: float,
+        device_id: torch.device | str | int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        loader: Callable[[str], Any] = load_image,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        sample_load_transform: Callable[[Any], Any] | None = None,
+        target_load_transform: Callable[[int], Any] | None = None,
+        sample_getitem_transform: Callable[[Any], Any] | None = None,
+        target_getitem_transform: Callable[[Any], Any] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        *,
+        lazy: bool = False,
+    ) -> None:
+        check_fraction(samples_pct_per_replica, "samples_pct_per_replica")
+        if lazy and device_id is not None:
+            raise ValueError("lazy=True loads samples when they are asked for; device_id puts all of them on a device.")
+        place = place_of(num_replicas=world_size, rank=rank)
+        self.root, self.seed, self.shuffle, self.lazy = os.fspath(root), seed, shuffle, lazy
+        self.loader = loader
+        self.sample_load_transform, self.target_load_transform = sample_load_transform, target_load_transform
+        self.sample_getitem_transform, self.target_getitem_transform = (
+            sample_getitem_transform,
+            target_getitem_transform,
+        )
+        self.classes, self.class_to_idx = self.find_classes(self.root)
+        files = self.make_dataset(self.root, self.class_to_idx, extensions, is_valid_file)
+        if shuffle:
+            random.Random(seed).shuffle(files)
+        share = Share(len(files), fraction=samples_pct_per_replica, rank=place.rank, num_replicas=place.num_replicas)
+        self.files = [files[share[i]] for i in range(len(share))]
+        """Path and class number of each sample of this rank."""
+        self._is_on_cuda = False
+        self.samples: Any = None if lazy else [self._load_sample(path) for path, _ in self.files]
+        self.targets: Any = [_applied(target_load_transform, number) for _, number in self.files]
+        if device_id is not None:
+            self._move(torch.device(device_id))
+
+    def _load_sample(self, path: str) -> Any:
+        return _applied(self.sample_load_transform, self.loader(path))
+
+    def _move(self, device: torch.device) -> None:
+        self.samples = torch.stack(
+            [_tensor(sample, path) for sample, (path, _) in zip(self.samples, self.files, strict=True)]
+        )
+        self.samples = self.samples.to(device)
+        self.targets = torch.stack([torch.as_tensor(target) for target in self.targets]).to(device)
+        self._is_on_cuda = device.type == "cuda"
+
+    @staticmethod
+    def make_dataset(
+        directory: str,
+        class_to_idx: dict[str, int],
+        extensions: Sequence[str] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+    ) -> list[tuple[str, int]]:
+        """Return path and class number of every sample, sorted by class and path.
+
+        Raises:
+            FileNotFoundError: If a class has none.
+        """
+        ends = tuple(extension.lower() for extension in extensions or IMAGE_EXTENSIONS)
+        is_sample = is_valid_file or (lambda path: path.lower().endswith(ends))
+        found: list[tuple[str, int]] = []
+        for name, number in sorted(class_to_idx.items()):
+            before = len(found)
+            for folder, _, names in sorted(os.walk(os.path.join(directory, name), followlinks=True)):
+                paths = (os.path.join(folder, file) for file in sorted(names))
+                found += [(path, number) for path in paths if is_sample(path)]
+            if len(found) == before:
+                raise FileNotFoundError(
+                    f"Class {name!r} of {directory} has no samples: no file of it"
+                    f" {'passes is_valid_file' if is_valid_file else 'ends in ' + ', '.join(ends)}."
+                )
+        return found
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Return the names of the sub-directories, sorted, and the number of each.
+
+        Raises:
+            FileNotFoundError: If there are none.
+        """
+        with os.scandir(directory) as entries:
+            classes = sorted(entry.name for entry in entries if entry.is_dir())
+        if not classes:
+            raise FileNotFoundError(f"{directory} has no sub-directories; each class has one, with its samples.")
+        return classes, {name: number for number, name in enumerate(classes)}
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return a sample and its target: by default the number of its class."""
+        if self._is_on_cuda and get_worker_info() is not None:
+            raise FaultToleranceError(
+                "The samples lie on a CUDA device, which a data-loading worker that was forked can't use. Give the"
+                " loader num_workers=0: nothing is left for workers to load."
+            )
+        sample = self._load_sample(self.files[index][0]) if self.lazy else self.samples[index]
+        target = self.targets[index]
+        return _applied(self.sample_getitem_transform, sample), _applied(self.target_getitem_transform, target)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def _applied(transform: Callable[[Any], Any] | None, value: Any) -> Any:
+    return value if transform is None else transform(value)
+
+
+def _tensor(sample: Any, path: str) -> Tensor:
+    if not isinstance(sample, Tensor):
+        raise TypeError(
+            f"device_id stacks the samples, and that of {path} is a {type(sample).__name__}. Turn them into tensors of"
+            " one shape by sample_load_transform."
+        )
+    return sample

@@ -1,0 +1,280 @@
+"""Numbers that all ranks sum up (or average, or take the least or the most of), step after step and epoch after epoch.
+
+Every contribution is counted once, however often it is reduced. Ranks may know different names, in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_faulttolerant.errors import FaultToleranceError, NotExactError
+
+_log = logging.getLogger(__name__)
+_VERSION = 2
+OPERATIONS = ("sum", "mean", "min", "max")
+_EMPTY = {"sum": 0.0, "mean": 0.0, "min": float("inf"), "max": float("-inf")}
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """What came together of one metric: a sum, the least or the most; and of how many values."""
+
+    value: float
+    count: int
+
+    def of(self, operation: str) -> float:
+        """Return the metric: the sum, the least, the most, or the mean."""
+        return self.value / self.count if operation == "mean" else self.value
+
+    def joined(self, other: Amount | None, operation: str) -> Amount:
+        """Return both together."""
+        if other is None:
+            return self
+        join = {"min": min, "max": max}.get(operation, operator.add)
+        return Amount(join(self.value, other.value), self.count + other.count)
+
+
+_Amounts = dict[str, Amount]
+
+
+class MetricsTracker:
+    """Track metrics of all ranks over steps and epochs.
+
+    Without a process group it tracks those of this process. Every method that changes something returns the tracker.
+
+    Args:
+        reduce_op: What becomes of the values of a metric: ``"sum"``, ``"mean"`` (over all values given to `update`),
+            ``"min"`` or ``"max"``; or one of these for each name, ``"sum"`` for names that are not in it. The same on
+            all ranks.
+        device: Where the numbers are exchanged; by default where the process group can: the current CUDA device for
+            NCCL, else the CPU.
+        dtype: In which they are exchanged; ``float64`` is exact for counts up to 2**53.
+        group: The process group; by default that of all ranks.
+
+    Raises:
+        ValueError: If there is no such operation, or `dtype` is not of floating point.
+
+    Example:
+        >>> metrics = MetricsTracker()
+        >>> for loss in (2.0, 3.0):
+        ...     _ = metrics.update({"loss": loss, "num_samples": 4}).reduce().reset_local()
+        >>> metrics.end_epoch().epoch_reports
+        [{'loss': 5.0, 'num_samples': 8.0}]
+    """
+
+    def __init__(
+        self,
+        reduce_op: str | Mapping[str, str] = "sum",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float64,
+        group: Any = None,
+    ) -> None:
+        operations = (reduce_op,) if isinstance(reduce_op, str) else tuple(reduce_op.values())
+        unknown = [operation for operation in operations if operation not in OPERATIONS]
+        if unknown:
+            raise ValueError(f"reduce_op={unknown[0]!r}: there are {', '.join(map(repr, OPERATIONS))}.")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype}: metrics are exchanged as floating point numbers.")
+        self._reduce_op = reduce_op if isinstance(reduce_op, str) else dict(reduce_op)
+        self._device, self._dtype, self._group = device, dtype, group
+        self._pending: _Amounts = {}  # this rank's, not exchanged
+        self._reduced: _Amounts = {}  # all ranks', since reset_local
+        self._aggregated: _Amounts = {}  # all ranks', since end_epoch
+        self._agreed: tuple[str, ...] = ()
+        self.epoch_reports: list[dict[str, float]] = []
+        """The metrics of each epoch that was ended."""
+
+    def operation(self, name: str) -> str:
+        """Return what becomes of the values of a metric."""
+        return self._reduce_op if isinstance(self._reduce_op, str) else self._reduce_op.get(name, "sum")
+
+    @property
+    def local(self) -> Mapping[str, float]:
+        """The metrics since `reset_local`: of all ranks as far as they are reduced, and this rank's since then."""
+        return MappingProxyType(self._values(self._joined(self._reduced, self._pending)))
+
+    @property
+    def agg(self) -> Mapping[str, float]:
+        """The metrics of all ranks since `end_epoch`, as far as they are reduced."""
+        return MappingProxyType(self._values(self._aggregated))
+
+    def _values(self, amounts: _Amounts) -> dict[str, float]:
+        return {name: amount.of(self.operation(name)) for name, amount in amounts.items()}
+
+    def _joined(self, first: _Amounts, second: _Amounts) -> _Amounts:
+        return first | {name: amount.joined(first.get(name), self.operation(name)) for name, amount in second.items()}
+
+    def update(self, metrics: Mapping[str, float | Tensor]) -> MetricsTracker:
+        """Add this rank's values.
+
+        Args:
+            metrics: Numbers, or tensors of one number, by name.
+
+        Raises:
+            TypeError: If a name is no text, or a value no number; nothing is added then.
+        """
+        for name, value in metrics.items():
+            if not isinstance(name, str) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise TypeError(f"update({{{name!r}: {value!r}}}): a metric is one number with a name.")
+        added = {name: Amount(float(value), 1) for name, value in metrics.items()}
+        self._pending = self._joined(self._pending, added)
+        return self
+
+    def reduce(self) -> MetricsTracker:
+        """Exchange with all ranks what was added since the last time. Every rank has to call it, also without metrics.
+
+        Raises:
+            FaultToleranceError: On all ranks, if they do different things with one metric.
+        """
+        found = self._exchanged() if self._is_distributed() else self._pending
+        self._pending = {}
+        self._reduced = self._joined(self._reduced, found)
+        self._aggregated = self._joined(self._aggregated, found)
+        return self
+
+    def reset_local(self) -> MetricsTracker:
+        """Begin the next step: `local` is empty."""
+        self._pending, self._reduced = {}, {}
+        return self
+
+    def end_epoch(self) -> MetricsTracker:
+        """Begin the next epoch: `agg` goes to `epoch_reports` and is empty."""
+        self.epoch_reports.append(dict(self.agg))
+        self._aggregated = {}
+        return self.reset_local()
+
+    def _is_distributed(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def _exchanged(self) -> _Amounts:
+        """Return what all ranks together have pending: of two small exchanges, or three, where all know the names."""
+        device = self._device_of_exchange()
+        self._agree(device)
+        sums = [name for name in self._agreed if self.operation(name) in ("sum", "mean")]
+        extremes = [name for name in self._agreed if self.operation(name) in ("min", "max")]
+        counts = {name: self._pending[name].count if name in self._pending else 0 for name in self._agreed}
+        values = {name: self._pending.get(name, Amount(_EMPTY[self.operation(name)], 0)).value for name in self._agreed}
+        numbers = [*(values[name] for name in sums), *(float(counts[name]) for name in self._agreed)]
+        summed = self._all_reduced(numbers, device, dist.ReduceOp.SUM)
+        signs = {name: -1.0 if self.operation(name) == "min" else 1.0 for name in extremes}
+        most = self._all_reduced([signs[name] * values[name] for name in extremes], device, dist.ReduceOp.MAX)
+        total = dict(zip(sums, summed, strict=False)) | {
+            name: signs[name] * value for name, value in zip(extremes, most, strict=True)
+        }
+        all_counts = dict(zip(self._agreed, summed[len(sums) :], strict=True))
+        return {name: Amount(total[name], round(all_counts[name])) for name in self._agreed if all_counts[name]}
+
+    def _all_reduced(self, numbers: list[float], device: torch.device | str, operation: Any) -> list[float]:
+        if not numbers:
+            return []
+        tensor = torch.tensor(numbers, dtype=self._dtype, device=device)
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return [float(value) for value in tensor.tolist()]
+
+    def _agree(self, device: torch.device | str) -> None:
+        """Let all ranks know the same names, in the same order."""
+        digest = hashlib.blake2b(repr((self._agreed, self._reduce_op)).encode(), digest_size=6).digest()
+        fingerprint = int.from_bytes(digest, "little")
+        is_new = int(not self._pending.keys() <= set(self._agreed))
+        tensor = torch.tensor([fingerprint, -fingerprint, is_new], dtype=torch.int64, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        largest, smallest, any_is_new = tensor.tolist()
+        if largest == -smallest and not any_is_new:
+            return
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, ({*self._agreed, *self._pending}, self._reduce_op), group=self._group)
+        others = [reduce_op for _, reduce_op in found if reduce_op != found[0][1]]
+        if others:
+            raise FaultToleranceError(
+                f"Ranks reduce their metrics differently: by {found[0][1]!r} and by {others[0]!r}. What they exchange"
+                " would not be what they mean. Give every rank the same reduce_op."
+            )
+        self._agreed = tuple(sorted(set().union(*(names for names, _ in found))))
+
+    def _device_of_exchange(self) -> torch.device | str:
+        if self._device is not None:
+            return self._device
+        if "nccl" in str(dist.get_backend(self._group)) and "gloo" not in str(dist.get_backend(self._group)):
+            return torch.device("cuda", torch.cuda.current_device())
+        return "cpu"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was tracked, as plain dicts and numbers; what is not reduced yet is this rank's own."""
+        rank, num_ranks = self._place()
+        return {
+            "version": _VERSION,
+            "epoch_reports": [dict(report) for report in self.epoch_reports],
+            "reduce_op": self._reduce_op if isinstance(self._reduce_op, str) else dict(self._reduce_op),
+            "agg": {name: amount.value for name, amount in self._aggregated.items()},
+            "agg_counts": {name: amount.count for name, amount in self._aggregated.items()},
+            "reduced": _plain(self._reduced),
+            "pending": _plain(self._pending),
+            "rank": rank,
+            "num_ranks": num_ranks,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> MetricsTracker:
+        """Go on from where `state_dict` was made, here or by the original library.
+
+        Args:
+            state_dict: Of a tracker with the same `reduce_op`, or the original's ``{"epoch_reports", "agg"}``.
+            strict: Whether it is an error if it holds values of another rank, or of another number of ranks, that were
+                not reduced; else they are left out, and this is announced.
+
+        Raises:
+            NotExactError: If it holds such values, and `strict`; or if it was reduced otherwise.
+            ValueError: If it is no state of a tracker.
+        """
+        if state_dict.get("version", 1) not in (1, _VERSION) or not {"epoch_reports", "agg"} <= state_dict.keys():
+            raise ValueError(f"This is no state of a MetricsTracker: it has {sorted(state_dict)}.")
+        reduce_op = state_dict.get("reduce_op", "sum")
+        if reduce_op != self._reduce_op:
+            raise NotExactError(
+                f"The metrics were reduced by {reduce_op!r}, this tracker has reduce_op={self._reduce_op!r}. What was"
+                " summed up can't be turned into that. Make the tracker as it was."
+            )
+        counts = state_dict.get("agg_counts", {})
+        aggregated = {name: Amount(float(value), int(counts.get(name, 1))) for name, value in state_dict["agg"].items()}
+        reduced, pending = _amounts(state_dict.get("reduced", {})), _amounts(state_dict.get("pending", {}))
+        if pending and (state_dict["rank"], state_dict["num_ranks"]) != self._place():
+            pending = self._of_another_rank(state_dict, strict=strict)
+        reports = [{name: float(value) for name, value in report.items()} for report in state_dict["epoch_reports"]]
+        self.epoch_reports, self._aggregated, self._reduced, self._pending = reports, aggregated, reduced, pending
+        self._agreed = ()
+        return self
+
+    def _of_another_rank(self, state: Mapping[str, Any], *, strict: bool) -> _Amounts:
+        rank, num_ranks = self._place()
+        message = (
+            f"The state holds values of rank {state['rank']} of {state['num_ranks']} that were not reduced, and this is"
+            f" rank {rank} of {num_ranks}: they would be counted by several ranks, and those of others by none. Call"
+            " reduce() before a state is saved for all ranks, save one of each rank, or pass strict=False to leave them"
+            " out."
+        )
+        if strict:
+            raise NotExactError(message)
+        _log.warning(message)
+        return {}
+
+    def _place(self) -> tuple[int, int]:
+        if not self._is_distributed():
+            return 0, 1
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
+
+
+def _plain(amounts: _Amounts) -> dict[str, list[float]]:
+    return {name: [amount.value, amount.count] for name, amount in amounts.items()}
+
+
+def _amounts(plain: Mapping[str, Any]) -> _Amounts:
+    return {name: Amount(float(value), int(count)) for name, (value, count) in plain.items()}
