@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, IndexFileError, StreamingError
-from tests.streaming.shard_files import batches, numbers, write
+from tests.streaming.shard_files import batches, numbers, shard_paths, write
 
 DOCUMENTED = {
     "local": inspect.Parameter.empty,
@@ -57,6 +58,17 @@ def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
     assert dataset.batch_size == 4
     assert dataset.state_dict(0, True)["shuffle_seed"] == 7
     assert (tmp_path / "cache" / "train" / "index.json").exists()
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_a_remote_is_any_address_of_fsspec(tmp_path: Path, directory: str, protocol: str) -> None:
+    """Shards come from an address by fsspec, with a split below it, and are cached here."""
+    remote = f"memory://{tmp_path}" if protocol == "memory" else f"file://{tmp_path}/data"
+    if protocol == "memory":
+        fsspec.filesystem("memory").put(directory, f"{remote}/train", recursive=True)
+    dataset = StreamingDataset(str(tmp_path / "cache"), remote, "train", batch_size=8)
+    assert numbers(StreamingDataLoader(dataset, batch_size=8, num_workers=1)) == list(range(101))
+    assert len(shard_paths(tmp_path / "cache" / "train")) == len(shard_paths(directory))
 
 
 def test_samples_are_had_by_number(directory: str) -> None:
