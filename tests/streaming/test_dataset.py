@@ -265,7 +265,13 @@ def test_what_is_no_state_is_refused(directory: str) -> None:
 
 def test_an_unknown_order_is_announced(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     """A state of the original does not say its order: without one of the original's algorithms, a warning says so."""
-    state = {"epoch": 0, "sample_in_epoch": 8, "shuffle_seed": 3, "num_canonical_nodes": 2}
+    state = {
+        "epoch": 0,
+        "sample_in_epoch": 8,
+        "shuffle_seed": 3,
+        "num_canonical_nodes": 2,
+        "initial_physical_nodes": 3,
+    }
     StreamingDataset(directory, shuffle=True, shuffle_algo="py1e").load_state_dict(state)
     assert not caplog.records
     dataset = StreamingDataset(directory, shuffle=True)
