@@ -186,6 +186,12 @@ def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
         StreamingDataset(str(tmp_path))
 
 
+def test_an_index_without_samples_is_refused(tmp_path: Path) -> None:
+    """A data set of no samples would have epochs of nothing: an error."""
+    with pytest.raises(IndexFileError, match="no samples"):
+        StreamingDataset(write(tmp_path, 0))
+
+
 def test_an_epoch_may_have_another_size(directory: str) -> None:
     """With epoch_size, an epoch has so many samples, drawn anew in each."""
     dataset = StreamingDataset(directory, shuffle=True, epoch_size="0.04k")
