@@ -190,6 +190,24 @@ def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
     assert (sampler.epoch, sampler.progress) == (1, 0)
 
 
+def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
+    """Once it is consumed whole, in loops that call set_epoch themselves."""
+    sampler = sampler_of(10)
+    sampler.load_state_dict({"progress": 4, "epoch": 0})
+    sampler.set_epoch(0)
+    sampler.advance(6)
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.progress) == (1, 0)
+
+
+def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
+    """As the original's users do it: a state saved behind it does not repeat the epoch."""
+    sampler = sampler_of(10)
+    sampler.advance(10)
+    sampler.reset_progress()
+    assert (sampler.epoch, sampler.progress) == (1, 0)
+
+
 def test_in_epoch_gives_up_the_rest_if_it_is_told_to(caplog: pytest.LogCaptureFixture) -> None:
     """With strict=False it is announced."""
     sampler = sampler_of(10)
