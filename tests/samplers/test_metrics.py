@@ -69,8 +69,8 @@ def _cases(rank: int) -> Any:
     metrics.reset_local().update({f"only {rank}": rank + 1}).reduce()
     found["sets"] = dict(metrics.local)
     state = metrics.state_dict()
-    if rank == 0:  # one rank that has forgotten the names that all had agreed on
-        metrics.load_state_dict(state)
+    if rank == 0:  # one rank does not know the names that all had agreed on
+        metrics = MetricsTracker().load_state_dict(state)
     metrics.reset_local()
     found["after load"] = dict((metrics.update({"loss": 4}) if rank == 1 else metrics).reduce().local)
     second = MetricsTracker()
@@ -78,6 +78,7 @@ def _cases(rank: int) -> Any:
     if rank == 1:
         second.update({"late": 5})
     found["late"] = dict(second.reduce().local)
+    found["sorted"] = list(MetricsTracker().update(dict.fromkeys("hgfedcba", rank)).reduce().local)
     found["large"] = MetricsTracker().update({"n": 2**24 + rank}).reduce().agg["n"]
     ops = MetricsTracker({"m": "mean", "lo": "min", "hi": "max"})
     for value in (1, 2, 3) if rank == 0 else (10,):
@@ -114,6 +115,7 @@ def test_fault_it_needs_cuda(ranks: list[Any]) -> None:
 def test_fault_metrics_are_mixed_by_the_order_of_their_names(ranks: list[Any]) -> None:
     """Ranks that name them in another order get each its own sum."""
     assert ranks[0]["order"] == {"loss": 2.0, "n": 200.0}
+    assert ranks[0]["sorted"] == ranks[1]["sorted"] == list("abcdefgh")
 
 
 def test_fault_a_second_reduce_multiplies_by_the_ranks(ranks: list[Any]) -> None:
