@@ -175,8 +175,8 @@ def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> 
 
 
 def test_a_fraction_is_of_whole_samples() -> None:
-    """It is rounded up, but not by what a floating point number is off: a tenth of 30 samples are 3."""
-    for length, fraction, expected in ((30, 0.1, 3), (31, 0.1, 4), (10, 1 / 3, 4), (9, 1 / 3, 3), (10, 1.0, 10)):
+    """It is rounded up, but not by what a floating point number is off: 0.07 of 100 samples are 7."""
+    for length, fraction, expected in ((100, 0.07, 7), (31, 0.1, 4), (10, 1 / 3, 4), (9, 1 / 3, 3), (10, 1.0, 10)):
         assert len(Share(length, fraction=fraction, rank=0, num_replicas=1)) == expected
 
 
