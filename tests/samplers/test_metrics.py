@@ -159,6 +159,19 @@ def test_values_that_were_not_reduced_are_one_ranks(ranks: list[Any]) -> None:
         assert f"values of rank {1 - rank} of 2" in found["other"]
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("nccl", "cuda:3"), ("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("undefined", "cpu")]
+)
+def test_numbers_are_exchanged_where_the_group_can(
+    backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU where the group knows nothing else; where it is told to, in any case."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert torch.device(MetricsTracker()._device_of_exchange()) == torch.device(expected)
+    assert MetricsTracker(device="meta")._device_of_exchange() == "meta"
+
+
 def test_fault_the_state_is_refused_by_a_safe_load_and_aliases_the_tracker() -> None:
     """It loads with weights_only=True, stays as it was saved, and is restored whole in the middle of a step."""
     metrics = MetricsTracker({"m": "mean"})
