@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.foreign import mosaic
-from tests.processes import in_child
+from tests.processes import in_child, run
 from tests.runs import fit_net
 
 pytestmark = [
@@ -97,7 +96,7 @@ def litdata_loader(data: str, num_workers: int) -> DataLoader[Any]:
 
 
 def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
-    """Hold a fit to the law, killed in the first epoch and again in the second."""
+    """Hold a fit to the law, killed in the first epoch and in the second."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         warnings.simplefilter("ignore")
@@ -107,13 +106,30 @@ def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_w
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 3), (1, 3)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
     """In the order of its epoch, with the draws of its workers, in the first epoch and in a later one."""
     assert_goes_on(mosaic_loader, mosaic_data, num_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
     """The same of LitData."""
     assert_goes_on(litdata_loader, litdata_data, num_workers)
+
+
+def test_a_mixture_of_data_sets_is_refused(litdata_data: str) -> None:
+    """LitData's mixtures count epochs in their workers: they can't be followed, and this is said."""
+
+    def refused() -> None:
+        import litdata
+
+        parts = [litdata.StreamingDataset(litdata_data) for _ in range(2)]
+        loader = litdata.StreamingDataLoader(litdata.CombinedStreamingDataset(parts, weights=[0.5, 0.5]), batch_size=2)
+        assert "mixes several streaming data sets" in str(why_not_exact(loader))
+        plain = litdata.StreamingDataLoader(litdata.StreamingDataset(litdata_data), batch_size=2)
+        assert why_not_exact(plain) is None
+
+    ended = run(refused)
+    assert ended.exit_code == 0, ended.output
