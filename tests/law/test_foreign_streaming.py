@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
@@ -119,17 +119,27 @@ def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
     assert_goes_on(litdata_loader, litdata_data, num_workers)
 
 
-def test_a_mixture_of_data_sets_is_refused(litdata_data: str) -> None:
-    """LitData's mixtures count epochs in their workers: they can't be followed, and this is said."""
+class PassedOn(IterableDataset[Any]):
+    """Passes the samples of another data set on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+
+def test_data_sets_whose_epochs_cant_be_told_are_refused(litdata_data: str) -> None:
+    """Mixtures, and data sets that pass theirs on, are refused with the reason; their own are not."""
 
     def refused() -> None:
         import litdata
 
         parts = [litdata.StreamingDataset(litdata_data) for _ in range(2)]
-        loader = litdata.StreamingDataLoader(litdata.CombinedStreamingDataset(parts, weights=[0.5, 0.5]), batch_size=2)
-        assert "mixes several streaming data sets" in str(why_not_exact(loader))
-        plain = litdata.StreamingDataLoader(litdata.StreamingDataset(litdata_data), batch_size=2)
-        assert why_not_exact(plain) is None
+        mixture = litdata.CombinedStreamingDataset(parts)
+        for loader in (litdata.StreamingDataLoader(mixture), DataLoader(mixture), DataLoader(PassedOn(parts[0]))):
+            assert "passes on the samples of streaming data sets of LitData" in str(why_not_exact(loader))
+        assert why_not_exact(litdata.StreamingDataLoader(parts[0], batch_size=2)) is None
 
     ended = run(refused)
     assert ended.exit_code == 0, ended.output
