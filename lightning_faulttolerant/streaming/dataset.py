@@ -167,6 +167,11 @@ class StreamingDataset(IterableDataset[Any]):
         return self._book.next_epoch
 
     @property
+    def num_positions(self) -> int:
+        """How many positions an epoch has, for all ranks together."""
+        return self._order(0, self._world()).num_positions
+
+    @property
     def book(self) -> EpochBook:
         """Where the epochs of this data set are kept."""
         return self._book
