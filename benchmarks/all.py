@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, overhead, parts, report, resume, samplers, save, size
+from benchmarks import gather, order, overhead, parts, report, resume, samplers, save, size, streaming
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
@@ -24,6 +24,8 @@ _RUN = {
     "samplers": samplers.main,
     "save": save.main,
     "size": size.main,
+    "streaming": streaming.main,
+    "order": order.main,
 }
 
 

@@ -6,9 +6,12 @@ Between ``<!-- name -->`` and ``<!-- end -->`` the page holds what this module w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks import report_streaming
+from benchmarks.report_streaming import table
 
 Figures = Mapping[str, Any]
 
@@ -25,11 +28,6 @@ def filled(page: str, figures: Figures) -> str:
         return f"<!-- {name} -->\n{TABLES[name](figures)}\n<!-- end -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", block, page, flags=re.DOTALL)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _machine(figures: Figures) -> str:
@@ -63,12 +61,12 @@ def _ratios(measured: Figures) -> str:
         ]
         for name, found in measured["cases"].items()
     ]
-    return _table(["", "a step", "empty callback", "`FaultTolerance`", "90 %", "all steps", "at most"], rows)
+    return table(["", "a step", "empty callback", "`FaultTolerance`", "90 %", "all steps", "at most"], rows)
 
 
 def _calls(figures: Figures) -> str:
     rows = [[name, f"{microseconds:.1f} µs"] for name, microseconds in figures["parts"]["calls_us"].items()]
-    return _table(["", "each time"], rows)
+    return table(["", "each time"], rows)
 
 
 def _saves(figures: Figures) -> str:
@@ -82,7 +80,7 @@ def _saves(figures: Figures) -> str:
         for name, found in figures["parts"]["saves"].items()
     ]
     head = ["model", "file", "`trainer.save_checkpoint`", "autosave", "the first", "by default"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _resume(figures: Figures) -> str:
@@ -97,7 +95,7 @@ def _resume(figures: Figures) -> str:
         ]
         for name, found in figures["resume"]["cases"].items()
     ]
-    return _table(["", "fresh", "resumed", "ratio", "range", "at most"], rows)
+    return table(["", "fresh", "resumed", "ratio", "range", "at most"], rows)
 
 
 def _size(figures: Figures) -> str:
@@ -105,7 +103,7 @@ def _size(figures: Figures) -> str:
         [workers, f"{found['bytes'] / 1e3:.1f} kB", f"{found['target'] / 1e3:.0f} kB", f"{found['write_ms']:.2f} ms"]
         for workers, found in figures["size"]["cases"].items()
     ]
-    return _table(["workers", "our part", "at most", "to write it"], rows)
+    return table(["workers", "our part", "at most", "to write it"], rows)
 
 
 def _samplers(figures: Figures) -> str:
@@ -120,8 +118,8 @@ def _samplers(figures: Figures) -> str:
         for length, samplers in figures["samplers"]["cases"].items()
         for name, found in samplers.items()
     ]
-    table = _table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
-    return f"{table}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
+    text = table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
+    return f"{text}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
 
 
 def _gather(figures: Figures) -> str:
@@ -139,7 +137,7 @@ def _gather(figures: Figures) -> str:
         for ranks in cases[_WORST]["ranks"]
     ]
     head = ["ranks", *(f"our part, {name}" for name in cases)]
-    return _table([*head, "network", "unpickle", "check", "write", "**a save**", "read"], rows)
+    return table([*head, "network", "unpickle", "check", "write", "**a save**", "read"], rows)
 
 
 def _duration(seconds: float) -> str:
@@ -157,7 +155,7 @@ def _exchange(figures: Figures) -> str:
         ]
         for ranks, found in figures["gather"]["exchanged"].items()
     ]
-    return _table(["processes", "to connect", "descriptors each", "an exchange", "of rank 0's processor"], rows)
+    return table(["processes", "to connect", "descriptors each", "an exchange", "of rank 0's processor"], rows)
 
 
 def _pieces(figures: Figures) -> str:
@@ -169,7 +167,7 @@ def _pieces(figures: Figures) -> str:
         ["assumed: network of rank 0", f"{found['bytes_per_second'] / 1e9:.2f} GB/s"],
         ["assumed: from one rank to the next", f"{found['hop_s'] * 1e6:.0f} µs"],
     ]
-    return _table(["", ""], rows)
+    return table(["", ""], rows)
 
 
 def _stalls(figures: Figures) -> str:
@@ -189,7 +187,7 @@ def _memory(figures: Figures) -> str:
         [size, *(f"x{of['peak_bytes'] / found['bytes']:.2f}" for of in found["variants"].values())]
         for size, found in figures["save"]["cases"].items()
     ]
-    return _table(["state", *_variants(figures)], rows)
+    return table(["state", *_variants(figures)], rows)
 
 
 def _of_saves(figures: Figures, cell: Callable[[Figures], str]) -> str:
@@ -197,7 +195,7 @@ def _of_saves(figures: Figures, cell: Callable[[Figures], str]) -> str:
     rows = [[size, *(cell(of) for of in found["variants"].values())] for size, found in cases.items()]
     targets = next(iter(cases.values()))["variants"].values()
     most = ["" if of["target"] is None else f"x{of['target']:.2f}" for of in targets]
-    return _table(["state", *_variants(figures)], [*rows, ["at most", *most]])
+    return table(["state", *_variants(figures)], [*rows, ["at most", *most]])
 
 
 def _variants(figures: Figures) -> list[str]:
@@ -219,6 +217,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "gather": _gather,
     "exchange": _exchange,
     "pieces": _pieces,
+    **report_streaming.TABLES,
 }
 _WORST = "each with a seed of its own"
 PARTS = ("overhead", "ranks", "gather", "parts", "resume", "save", "size")

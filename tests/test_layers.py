@@ -47,7 +47,7 @@ THIRD_PARTY = {
     "protocols": {"torch"},
 }
 # Not declared as dependencies: imported where they are needed, never when a module is loaded.
-OPTIONAL = {"numpy"}
+OPTIONAL = {"aiohttp", "numpy"}
 
 Sources = dict[Path, str]
 

@@ -6,17 +6,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_faulttolerant.streaming.dataset import StreamingDataset
     from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
     from lightning_faulttolerant.streaming.format.merge import merge_index
     from lightning_faulttolerant.streaming.format.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
+    from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.stream import Stream
 
-__all__ = ["CSVWriter", "JSONWriter", "MDSWriter", "TSVWriter", "XSVWriter", "merge_index"]
+__all__ = [
+    "CSVWriter",
+    "JSONWriter",
+    "MDSWriter",
+    "Stream",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "TSVWriter",
+    "XSVWriter",
+    "merge_index",
+]
 
 # The modules of this package import each other through it: a name that was imported here at once would be a cycle.
 _LAZY = {
     "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
+    "Stream": "lightning_faulttolerant.streaming.stream",
+    "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",
+    "StreamingDataset": "lightning_faulttolerant.streaming.dataset",
     "TSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "XSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "merge_index": "lightning_faulttolerant.streaming.format.merge",

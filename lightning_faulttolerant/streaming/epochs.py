@@ -38,12 +38,14 @@ class Start:
         sample: How many samples all ranks have consumed of it before.
         batch_size: Of a rank's steps, if somebody knows it.
         world: This rank's place, if the main process has found it out already.
+        are_lent: Whether samples are only made batches of, which copies them.
     """
 
     epoch: int
     sample: int
     batch_size: int | None = None
     world: World | None = None
+    are_lent: bool = False
 
 
 class EpochBook:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming.collate import collate
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.epochs import Channel, Start
 
@@ -32,6 +34,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.collate_fn is default_collate:
+            self.collate_fn = collate  # the same batches, sooner
         if not isinstance(self.dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader needs a StreamingDataset, not a {type(self.dataset).__name__}: other data sets"
@@ -59,8 +63,11 @@ class StreamingDataLoader(DataLoader[Any]):
         dataset = self.dataset
         assert isinstance(dataset, StreamingDataset)
         start = dataset.begin_epoch(batch_size=self.batch_size or 1, drop_last=self.drop_last)
+        # Nobody but our own collate sees the samples, and it copies what is in them.
+        are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
+        start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
-        with dataset.told_by(self._channel):
+        with dataset.told_by(self._channel, is_read_here=not self.num_workers):
             batches = super().__iter__()
         self._batches = _Place(dataset, start, drop_last=self.drop_last)
         return batches, self._batches

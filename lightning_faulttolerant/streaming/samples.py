@@ -26,11 +26,13 @@ class Plan:
     Args:
         order: Of the epoch.
         deal: Of what is left of it, to this worker of this rank.
+        are_lent: Whether its samples are only made batches of, which copies them.
     """
 
-    def __init__(self, order: EpochOrder, deal: Deal) -> None:
+    def __init__(self, order: EpochOrder, deal: Deal, *, are_lent: bool = False) -> None:
+        self.are_lent = are_lent
         self._order = order
-        self._deal = deal
+        self.deal = deal
 
     def blocks(self, num_taken: int, *, at_most: int) -> Iterator[Ids]:
         """Yield the ids of the samples that are left, many at a time: few at first, so that the first come soon.
@@ -39,10 +41,10 @@ class Plan:
             num_taken: How many samples of this part have been taken.
             at_most: How many ids are in a block, if a batch is not larger.
         """
-        batch_size = self._deal.batch_size
+        batch_size = self.deal.batch_size
         batch, skipped = divmod(num_taken, batch_size)
         num_wanted = min(_FIRST_SAMPLES, at_most)
-        while positions := self._deal.positions_of_worker(batch, max(1, num_wanted // batch_size)):
+        while positions := self.deal.positions_of_worker(batch, max(1, num_wanted // batch_size)):
             batch += len(positions)
             num_wanted = min(2 * num_wanted, at_most)
             wanted = np.concatenate(positions)[skipped:]

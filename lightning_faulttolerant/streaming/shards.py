@@ -53,16 +53,16 @@ class Shards:
     ) -> None:
         self._streams = tuple(streams)
         self._allow_unsafe_types = allow_unsafe_types
-        self._may_evict = limit is not None
+        self._limit = None if limit is None else parse_bytes(limit)
         sizes = [shard.num_samples for stream in streams for shard in stream.shards]
         self._stops = np.cumsum(np.array(sizes, np.int64))
         self._starts = self._stops - np.array(sizes, np.int64)
         counts = [len(stream.shards) for stream in streams]
         self._first_of_stream = np.cumsum([0, *counts])
         num_bytes = sum(file.num_bytes for stream in streams for shard in stream.shards for file in shard.files)
-        self._max_open = _max_mapped(limit, num_bytes // max(1, sum(counts)))
-        mean_bytes = num_bytes // max(1, self.num_samples)
-        self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // max(1, mean_bytes)))
+        self._max_open = _max_mapped(self._limit, num_bytes // max(1, sum(counts)))
+        self._mean_bytes = max(1, num_bytes // max(1, self.num_samples))
+        self.block_samples = max(1, min(_MAX_BLOCK_SAMPLES, _BLOCK_BYTES // self._mean_bytes))
         self._set_up()
 
     def _set_up(self) -> None:
@@ -128,6 +128,18 @@ class Shards:
         shards, places = self.locate(np.array([number], np.int64))
         return self.reader(int(shards[0]))[int(places[0])]
 
+    def samples_ahead(self, wanted: int, *, num_readers: int) -> int:
+        """Return how many samples ahead one of several readers of a machine may fetch shards, so that all find room.
+
+        Args:
+            wanted: How many, where there is no limit.
+            num_readers: Processes that read from the same cache.
+        """
+        if self._limit is None:
+            return wanted
+        # Half of the room is for what is being read.
+        return max(1, min(wanted, self._limit // (2 * num_readers * self._mean_bytes)))
+
     def needs(self, blocks: Iterator[Ids], place: int) -> Iterator[Need]:
         """Yield the shards that blocks of samples need, each once, or in each block again if shards are evicted.
 
@@ -144,14 +156,20 @@ class Shards:
                     known.add(shard)
                     yield Need(place + int(first[at]), *self.stream_of(shard))
             place += len(ids)
-            if self._may_evict:
+            if self._limit is not None:
                 known.clear()
 
-    def samples(self, ids: Ids, wait: Wait | None = None) -> Iterator[dict[str, Any]]:
-        """Yield samples in the order of `ids`; those of one shard are decoded together."""
+    def samples(self, ids: Ids, wait: Wait | None = None, *, are_lent: bool = False) -> Iterator[dict[str, Any]]:
+        """Yield samples in the order of `ids`; those of one shard are decoded together.
+
+        Args:
+            ids: Their numbers.
+            wait: Waits for a shard.
+            are_lent: Whether they are copied at once, so that large arrays may be parts of the files.
+        """
         shards, places = self.locate(ids)
         if len(ids) and (shards == shards[0]).all():
-            yield from self.reader(int(shards[0]), wait).samples(places)
+            yield from self._of_shard(int(shards[0]), places, wait, are_lent=are_lent)
             return
         order = np.argsort(shards, kind="stable")
         in_order = shards[order]
@@ -159,19 +177,23 @@ class Shards:
         samples: list[Any] = [None] * len(ids)
         for begin, stop in zip(begins.tolist(), [*begins[1:].tolist(), len(ids)], strict=True):
             where = order[begin:stop]
-            reader = self.reader(int(in_order[begin]), wait)
-            for place, sample in zip(where.tolist(), reader.samples(places[where]), strict=True):
+            of_shard = self._of_shard(int(in_order[begin]), places[where], wait, are_lent=are_lent)
+            for place, sample in zip(where.tolist(), of_shard, strict=True):
                 samples[place] = sample
         # Given away one by one: nobody is kept waiting to have his memory back.
         samples.reverse()
         while samples:
             yield samples.pop()
 
+    def _of_shard(self, shard: int, places: Ids, wait: Wait | None, *, are_lent: bool) -> Iterator[dict[str, Any]]:
+        reader = self.reader(shard, wait)
+        return reader.lent_samples(places) if are_lent else reader.samples(places)
 
-def _max_mapped(limit: int | str | None, mean_bytes: int) -> int:
+
+def _max_mapped(limit: int | None, mean_bytes: int) -> int:
     # A mapped file keeps one of the process's file descriptors, and its room on the disk even if it is evicted.
     most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-    return most if limit is None else min(most, max(1, parse_bytes(limit) // max(1, 4 * mean_bytes)))
+    return most if limit is None else min(most, max(1, limit // max(1, 4 * mean_bytes)))
 
 
 def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], ShardReader]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,14 @@ def _read(local: Path | str, remote: str | None = None, *, num_workers: int = 0,
     return numbers(StreamingDataLoader(dataset, batch_size=8, num_workers=num_workers))
 
 
+@contextlib.contextmanager
+def _fails(kind: type[Exception], match: str) -> Iterator[None]:
+    """Expect an error, and let go of the iterators in its traceback: torch ends their workers in 10 s otherwise."""
+    with pytest.raises(kind, match=match) as raised:
+        yield
+    traceback.clear_frames(raised.tb)
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -53,18 +64,15 @@ def test_a_shard_that_is_missing_remotely_raises(tmp_path: Path, remote: str, nu
     """The original ends the epoch silently, or hangs: ours names shard, address and attempts."""
     missing = shard_paths(remote)[4]
     missing.unlink()
-    with pytest.raises(MissingShardError) as raised:
+    with _fails(MissingShardError, rf"{missing.name}.*{remote}.*1 attempt"):
         _read(tmp_path / "cache", remote, num_workers=num_workers)
-    assert missing.name in str(raised.value)
-    assert remote in str(raised.value)
-    assert "attempt" in str(raised.value)
 
 
 @WORKERS
 def test_a_shard_that_is_missing_here_raises(remote: str, num_workers: int) -> None:
     """A local data set that lacks a shard raises and names it."""
     shard_paths(remote)[4].unlink()
-    with pytest.raises(MissingShardError, match=r"shard\.00004\.mds"):
+    with _fails(MissingShardError, r"shard\.00004\.mds"):
         _read(remote, num_workers=num_workers)
 
 
@@ -74,7 +82,7 @@ def test_a_bad_hash_raises_and_is_not_served_later(tmp_path: Path, remote: str, 
     bad = shard_paths(remote)[3]
     good = bad.read_bytes()
     _flip(bad)
-    with pytest.raises(DamagedShardError, match=rf"{bad.name}(.|\n)*sha1"):
+    with _fails(DamagedShardError, rf"{bad.name}(.|\n)*sha1"):
         _read(tmp_path / "cache", remote, num_workers=num_workers, validate_hash="sha1")
     assert not (tmp_path / "cache" / bad.name).exists()
     bad.write_bytes(good)
@@ -99,7 +107,7 @@ def test_a_local_shard_that_is_truncated_raises(remote: str, num_workers: int) -
     """Where there is nothing to fetch from, a damaged file raises and stays: it may be the only copy."""
     path = shard_paths(remote)[2]
     os.truncate(path, 100)
-    with pytest.raises(DamagedShardError, match=path.name):
+    with _fails(DamagedShardError, path.name):
         _read(remote, num_workers=num_workers)
     assert path.stat().st_size == 100
 
@@ -108,7 +116,7 @@ def test_no_retry_is_one_attempt(tmp_path: Path, remote: str) -> None:
     """download_retry=0 reads, with one attempt for each shard; the original takes it for none at all."""
     assert _read(tmp_path / "cache", remote, download_retry=0) == list(range(NUM_SAMPLES))
     os.truncate(shard_paths(remote)[2], 100)
-    with pytest.raises(DamagedShardError, match="1 attempt"):
+    with _fails(DamagedShardError, "1 attempt"):
         _read(tmp_path / "cache-2", remote, download_retry=0)
 
 
@@ -137,7 +145,7 @@ def test_a_cache_that_cannot_be_written_serves(tmp_path: Path, remote: str) -> N
     _read(cache, remote)
     shutil.rmtree(remote)
     assert _read(cache) == list(range(NUM_SAMPLES))
-    with pytest.raises(IndexFileError, match="remote"):
+    with _fails(IndexFileError, "remote"):
         _read(cache, remote)
 
 
@@ -145,13 +153,12 @@ def test_a_cache_that_cannot_be_written_serves(tmp_path: Path, remote: str) -> N
 def test_shards_are_evicted_and_fetched_again(tmp_path: Path, remote: str, num_workers: int) -> None:
     """With a limit below the size of the data, epochs are whole, and the cache stays below the limit."""
     cache = tmp_path / "cache"
-    limit = sum(path.stat().st_size for path in shard_paths(remote)[:6])
+    limit = sum(path.stat().st_size for path in [Path(remote, "index.json"), *shard_paths(remote)[:5]])
     dataset = StreamingDataset(str(cache), remote, shuffle=True, shuffle_block_size=30, batch_size=8, cache_limit=limit)
     loader = StreamingDataLoader(dataset, batch_size=8, num_workers=num_workers)
     for _ in range(2):
         assert sorted(numbers(loader)) == list(range(NUM_SAMPLES))
-        assert sum(path.stat().st_size for path in shard_paths(cache)) <= limit
-    assert len(shard_paths(remote)) > 10
+        assert len(shard_paths(cache)) <= 5
 
 
 @WORKERS
@@ -160,7 +167,7 @@ def test_a_pickled_column_is_refused(tmp_path: Path, num_workers: int) -> None:
     directory = str(tmp_path / "data")
     with MDSWriter(out=directory, columns={"n": "pkl"}) as writer:
         writer.write({"n": 5})
-    with pytest.raises(UnsafeDataError, match="allow_unsafe_types"):
+    with _fails(UnsafeDataError, "allow_unsafe_types"):
         _read(directory, num_workers=num_workers)
     assert StreamingDataset(directory, allow_unsafe_types=True)[0] == {"n": 5}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -12,6 +14,7 @@ from typing import final
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.locks import is_abandoned, locked
 from lightning_faulttolerant.streaming.cache.temporary import SUFFIX as TEMPORARY_SUFFIX
+from lightning_faulttolerant.streaming.cache.temporary import sweep
 from lightning_faulttolerant.streaming.format.hashes import digest
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
 
@@ -27,11 +30,13 @@ class Contents:
     """What is in a cache directory, all data sets and processes together.
 
     Args:
-        num_bytes: Of all shards, and of those that are being fetched.
+        num_bytes: Of all files of shards.
+        num_announced: How many more are about to come, or have just come.
         last_uses: When each shard was used last (ns), by its number.
     """
 
     num_bytes: int
+    num_announced: int
     last_uses: dict[int, int]
 
 
@@ -73,6 +78,15 @@ class KeptShards:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         return path
 
+    def sweep(self) -> None:
+        """Remove what processes that are dead have left."""
+        for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
+            sweep(os.path.join(self.directory, folder))
+            own = os.path.join(self.directory, marks.DIRECTORY, folder)
+            sweep(own)
+            for path in glob.glob(os.path.join(glob.escape(own), "*" + LOCK_SUFFIX)):
+                is_abandoned(path)
+
     def is_there(self, shard: int) -> bool:
         """Tell whether a shard that was whole is still there."""
         return os.path.exists(self.path(self.shards[shard].files[0]))
@@ -95,7 +109,9 @@ class KeptShards:
                 fault = None if mark is None else _mark_fault(self.path(file), mark.files[number])
             if fault:
                 return f"{file.basename}: {fault}"
-        self._mark(shard, self._checksums(shard, self._paths(shard)), is_downloaded=bool(mark and mark.is_downloaded))
+        if self._is_marked:  # else the checksums would be for nobody, and take as long as reading the whole shard
+            checksums = self._checksums(shard, self._paths(shard))
+            self._mark(shard, checksums, is_downloaded=bool(mark and mark.is_downloaded))
         return None
 
     def publish(self, shard: int, temporaries: Sequence[str]) -> None:
@@ -130,11 +146,12 @@ class KeptShards:
     def touch(self, shard: int) -> None:
         """Write down that a shard is used now."""
         with contextlib.suppress(OSError):
-            os.utime(self._mark_path(shard))
+            now = time.time_ns()  # the clock of the file system ticks too slowly
+            os.utime(self._mark_path(shard), ns=(now, now))
 
     def contents(self) -> Contents:
         """Look through the directory."""
-        num_bytes, last_uses = 0, {}
+        num_bytes, num_announced, last_uses = 0, 0, {}
         if not self._numbers:
             self._numbers.update((info.files[0].basename, number) for number, info in enumerate(self.shards))
         for entry, name in _files(self.directory, ""):
@@ -145,10 +162,10 @@ class KeptShards:
                     if number is not None and basename.endswith(marks.SUFFIX):
                         last_uses[number] = entry.stat().st_mtime_ns
                     elif basename.endswith(LOCK_SUFFIX) and entry.stat().st_size and not is_abandoned(entry.path):
-                        num_bytes += entry.stat().st_size
+                        num_announced += entry.stat().st_size
                 elif not name.endswith(TEMPORARY_SUFFIX):  # their locks count
                     num_bytes += entry.stat().st_size
-        return Contents(num_bytes=num_bytes, last_uses=last_uses)
+        return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
     def evict(self, shard: int, last_use: int) -> int:
         """Remove a shard that was brought here, if nobody has used it since and nobody is fetching it.
@@ -194,6 +211,7 @@ class KeptShards:
         )
         mark = marks.Mark(index=self._index_digest, boot=marks.this_boot(), is_downloaded=is_downloaded, files=files)
         marks.write(self._mark_path(shard), mark)
+        self.touch(shard)
 
 
 def publish(temporary: str, path: str, *, is_durable: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 
 from lightning_faulttolerant.errors import CacheLimitError
 from lightning_faulttolerant.streaming.cache import marks
@@ -16,6 +16,7 @@ from lightning_faulttolerant.streaming.cache.patience import pause
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _LOCK_NAME = "eviction.lock"
 _LOOK_SECONDS = 0.05
+_STILL_SECONDS = 2.0
 
 
 class LimitedCache(Protocol):
@@ -34,6 +35,14 @@ class LimitedCache(Protocol):
 
     def evict(self, shard: int, last_use: int) -> int:
         """Remove a shard if it may be; return how many bytes are free now."""
+
+
+class _Room(NamedTuple):
+    """How many bytes are taken, in all, by this process alone, and by what is being fetched."""
+
+    used: int
+    held: int
+    announced: int
 
 
 @final
@@ -82,40 +91,44 @@ class CacheLimit:
             CacheLimitError: If all that is there is in use, or may not be evicted.
         """
         num_bytes = cache.num_bytes_of(shard)
-        deadline = time.monotonic() + timeout_seconds
+        begin = time.monotonic()
         directory = os.path.join(min(self._caches), marks.DIRECTORY)
         os.makedirs(directory, exist_ok=True)
         while True:
             with locked(os.path.join(directory, _LOCK_NAME), timeout_seconds):
-                used, held = self._evict(num_bytes)
-                if used + num_bytes <= self.num_bytes:
+                room = self._evict(num_bytes)
+                if room.used + num_bytes <= self.num_bytes:
                     if lock is not None:
                         lock.announce(num_bytes)
                     return
-            if held + num_bytes > self.num_bytes or time.monotonic() > deadline:
+            # What others are fetching can be evicted once it is there, and what was used just now, when others are.
+            patience = timeout_seconds if room.announced else min(timeout_seconds, _STILL_SECONDS)
+            if room.held + num_bytes > self.num_bytes or time.monotonic() - begin > patience:
                 raise CacheLimitError(
-                    f"cache_limit is {self.num_bytes} bytes. Of the {used} that are in use, this process is reading "
-                    f"{held}, and the others may not be evicted, or are being fetched. The next shard takes "
-                    f"{num_bytes}. Give a larger cache_limit, smaller shards, or a shuffle that needs fewer at once."
+                    f"cache_limit is {self.num_bytes} bytes. Of the {room.used} that are in use, this process is "
+                    f"reading {room.held}, other processes are fetching {room.announced}, and the rest may not be "
+                    f"evicted. The next shard takes {num_bytes}. Give a larger cache_limit, smaller shards, or a "
+                    "shuffle that needs fewer at once."
                 )
             pause(_LOOK_SECONDS)
 
-    def _evict(self, num_bytes: int) -> tuple[int, int]:
-        used, held, candidates = 0, 0, []
-        for number, cache in enumerate(self._caches.values()):
+    def _evict(self, num_bytes: int) -> _Room:
+        used, held, announced, candidates = 0, 0, 0, []
+        caches = list(self._caches.values())
+        for number, cache in enumerate(caches):
             contents = cache.contents()
-            used += contents.num_bytes
+            announced += contents.num_announced
+            used += contents.num_bytes + contents.num_announced
             for shard, last_use in contents.last_uses.items():
                 if cache.is_held(shard):
                     held += cache.num_bytes_of(shard)
                 else:
                     candidates.append((last_use, number, shard))
-        caches = list(self._caches.values())
         for last_use, number, shard in sorted(candidates):
             if used + num_bytes <= self.num_bytes:
                 break
             used -= caches[number].evict(shard, last_use)
-        return used, held
+        return _Room(used, held, announced)
 
 
 def parse_bytes(size: int | str) -> int:

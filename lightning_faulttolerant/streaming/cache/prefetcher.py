@@ -6,6 +6,7 @@ missed, and nothing waits for a thread that is gone.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -50,6 +51,8 @@ class Prefetcher:
         caches: Of each stream.
         upcoming: What will be needed, in that order; it is asked in the background.
         predownload: How many samples ahead of the reader's position shards are fetched.
+        num_readers: How many processes of this machine read through the same limit. Each fetches ahead at most its
+            part of half the limit, or they would evict from each other what is about to be needed.
 
     Example::
 
@@ -61,14 +64,19 @@ class Prefetcher:
                     readers[stream, shard] = caches[stream].open(shard, opener)
     """
 
-    def __init__(self, caches: Sequence[ShardCache], upcoming: Iterator[Need], *, predownload: int) -> None:
+    def __init__(
+        self, caches: Sequence[ShardCache], upcoming: Iterator[Need], *, predownload: int, num_readers: int = 1
+    ) -> None:
         self._caches = caches
         self._process_id = os.getpid()
-        self._work = _Work(caches, upcoming, predownload)
+        limits = [cache.limit.num_bytes for cache in caches if cache.limit is not None]
+        self._work = _Work(caches, upcoming, predownload, min(limits) // (2 * num_readers) if limits else None)
         self._threads: list[threading.Thread] = []
         if any(cache.has_remote for cache in caches):
+            # With a limit one after the other: what is needed later must not take the room of what is needed sooner.
+            num_threads = 1 if limits else _NUM_THREADS
             self._threads = [
-                threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(_NUM_THREADS)
+                threading.Thread(target=self._work.run, name="shard-prefetch", daemon=True) for _ in range(num_threads)
             ]
         self._finalizer = weakref.finalize(self, _stop, self._work, os.getpid())
         for thread in self._threads:
@@ -103,8 +111,8 @@ class Prefetcher:
         try:
             return cache.fetch(shard)
         except CacheLimitError:
-            self._work.let_go()  # what is needed now goes before what will be
-            return cache.fetch(shard)
+            with self._work.making_way():  # what is needed now goes before what will be
+                return cache.fetch(shard)
         finally:
             self._work.let_go((stream, shard))
 
@@ -126,7 +134,9 @@ class Prefetcher:
 class _Work:
     """What the threads share; they must not know their Prefetcher, or it would never be garbage."""
 
-    def __init__(self, caches: Sequence[ShardCache], upcoming: Iterator[Need], predownload: int) -> None:
+    def __init__(
+        self, caches: Sequence[ShardCache], upcoming: Iterator[Need], predownload: int, max_bytes: int | None
+    ) -> None:
         self.position = 0
         self.resume_at = 0
         self.stop = threading.Event()
@@ -134,8 +144,10 @@ class _Work:
         self._upcoming = iter(upcoming)
         self._upcoming_lock = threading.Lock()
         self._predownload = predownload
+        self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._wanted: Key | None = None
+        self._makes_way = False
         self._in_flight: set[Key] = set()
         self._ahead: dict[Key, int] = {}
         self._errors: dict[Key, Exception] = {}
@@ -166,11 +178,24 @@ class _Work:
             error, self._plan_error = self._errors.pop(key, None) or self._plan_error, None
             return error
 
-    def let_go(self, key: Key | None = None) -> None:
-        """Let go of a shard that was fetched ahead; of all without a key."""
+    def let_go(self, key: Key) -> None:
+        """Let go of a shard that was fetched ahead."""
         with self._changed:
-            self._release([key] if key is not None else list(self._ahead))
+            self._release([key])
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def making_way(self) -> Iterator[None]:
+        """Let go of all that was fetched ahead, and begin with nothing new in the block."""
+        with self._changed:
+            self._makes_way = True
+            self._release(list(self._ahead))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._makes_way = False
+                self._changed.notify_all()
 
     def _next(self) -> Need | None:
         with self._upcoming_lock:
@@ -182,23 +207,35 @@ class _Work:
                 self._plan_error = error
                 need = None
             if need is not None:
-                self._wait_for_turn(need.position - self._predownload)
+                self._wait_for_turn(need)
             return None if need is None or self.stop.is_set() else need
 
-    def _wait_for_turn(self, position: int) -> None:
+    def _wait_for_turn(self, need: Need) -> None:
         with self._changed:
-            self.resume_at = position
-            while self.position < position and not self.stop.is_set():
-                self._changed.wait(_LOOK_SECONDS)
+            self.resume_at = need.position - self._predownload
+            while (self.position < self.resume_at or not self._has_room(need)) and not self.stop.is_set():
+                self._changed.wait(_LOOK_SECONDS if self.position < self.resume_at else _ROOM_SECONDS)
                 if _is_orphan():
                     self.stop.set()
-            # Who has passed a shard without waiting for it has it open.
-            self._release([key for key, needed in self._ahead.items() if needed < self.position])
+                self._release_passed()
+            self._release_passed()
+
+    def _has_room(self, need: Need) -> bool:
+        if self._max_bytes is None or not self._ahead:
+            return True
+        ahead = sum(self._caches[stream].num_bytes_of(shard) for stream, shard in self._ahead)
+        return ahead + self._caches[need.stream].num_bytes_of(need.shard) <= self._max_bytes
+
+    def _release_passed(self) -> None:
+        # Who has passed a shard without waiting for it has it open.
+        self._release([key for key, needed in self._ahead.items() if needed < self.position])
 
     def _fetch(self, need: Need) -> None:
         key = need.stream, need.shard
         cache = self._caches[need.stream]
         with self._changed:
+            while self._makes_way and not self.stop.is_set():
+                self._changed.wait(_LOOK_SECONDS)
             if key in self._in_flight or key in self._ahead:
                 return
             self._in_flight.add(key)
@@ -219,6 +256,7 @@ class _Work:
             with self._changed:
                 if self._wanted != key and not self.stop.is_set():
                     self._changed.wait(_ROOM_SECONDS)
+                    self._release_passed()
                     return False  # there may be room once the reader is further
                 self._release([key])  # the reader has more right to the room, and learns it if there is none
         except Exception as error:  # noqa: BLE001 - raised in the reader, at this shard

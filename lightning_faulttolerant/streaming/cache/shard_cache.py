@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.forks import ProcessLock
 from lightning_faulttolerant.streaming.cache.kept import Contents, KeptShards, hash_fault, publish, size_fault
 from lightning_faulttolerant.streaming.cache.limit import CacheLimit
 from lightning_faulttolerant.streaming.cache.locks import locked
 from lightning_faulttolerant.streaming.cache.remote import Remote
-from lightning_faulttolerant.streaming.cache.temporary import sweep, temporary_for
+from lightning_faulttolerant.streaming.cache.temporary import temporary_for
 from lightning_faulttolerant.streaming.format.decompression import decompress_file
 from lightning_faulttolerant.streaming.format.hashes import is_known_hash
 from lightning_faulttolerant.streaming.format.info import ShardFile, ShardInfo
@@ -81,9 +80,9 @@ class ShardCache:
             validate_hash=validate_hash,
             is_marked=self._remote is not None,
         )
-        self._limit = limit if self._remote is not None else None
-        if self._limit is not None:
-            self._limit.add(self, len(shards))
+        self.limit = limit if self._remote is not None else None
+        if self.limit is not None:
+            self.limit.add(self, len(shards))
         self._sound: set[int] = set()
         self._holds: dict[int, int] = {}
         self._holds_lock = ProcessLock()
@@ -123,7 +122,7 @@ class ShardCache:
         if not self.is_here(shard):
             self._get(shard)
             self._sound.add(shard)
-        elif self._limit is not None:
+        elif self.limit is not None:
             self._kept.touch(shard)
         return self.directory
 
@@ -207,8 +206,9 @@ class ShardCache:
             with locked(self._kept.lock_path(shard), self._attempts.longest_seconds) as lock:
                 if self._kept.fault(shard) is None:
                     return
-                if self._limit is not None:
-                    self._limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
+                if self.limit is not None:
+                    self._kept.remove(shard)  # what is there of it is no copy, but takes room
+                    self.limit.make_room(self, shard, lock, timeout_seconds=self._attempts.longest_seconds)
                 self._attempts.run(functools.partial(self._bring, shard))
         except FailedError as failed:
             raise self._error(shard, failed) from failed.__cause__
@@ -221,9 +221,7 @@ class ShardCache:
     def _prepare(self) -> None:
         if self._swept_by != os.getpid():
             os.makedirs(self.directory, exist_ok=True)
-            for folder in sorted({os.path.dirname(info.files[0].basename) for info in self.shards}):
-                sweep(os.path.join(self.directory, folder))
-                sweep(os.path.join(self.directory, marks.DIRECTORY, folder))
+            self._kept.sweep()
             self._swept_by = os.getpid()
 
     def _can_be_decompressed(self, shard: int) -> bool:

@@ -92,6 +92,7 @@ class FixedArray(Encoding):
         self._shape = shape
         self._num_elements = math.prod(shape)
         self.size = dtype.itemsize * self._num_elements
+        self.is_lent = self.size > _MAX_SHARED_BYTES
 
     def encode(self, value: Any) -> bytes:
         """Return the bytes of a value."""
@@ -102,8 +103,12 @@ class FixedArray(Encoding):
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Array:
         """Return the value of ``buffer[begin:end]``."""
+        return self.lend(buffer, begin, end).copy()
+
+    def lend(self, buffer: Buffer, begin: int, end: int) -> Array:
+        """Return the value of ``buffer[begin:end]``: a part of the buffer."""
         expect_size(end - begin, self.size)
-        flat = np.frombuffer(buffer, self._dtype, self._num_elements, begin).copy()
+        flat = np.frombuffer(buffer, self._dtype, self._num_elements, begin)
         return flat if len(self._shape) == 1 else flat.reshape(self._shape)
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Array]:
@@ -155,6 +160,18 @@ class DynamicArray(Encoding):
         expect_size(end - first, math.prod(shape) * dtype.itemsize)
         flat = np.frombuffer(buffer, dtype, math.prod(shape), first).copy()
         return flat if ndim == 1 else flat.reshape(shape)
+
+    def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Array]:
+        """Return many values at once, faster where all have the same type and shape."""
+        size = int(ends[0] - begins[0])
+        if not 0 < size <= _MAX_SHARED_BYTES or (ends - begins != size).any():
+            return super().decode_many(buffer, windows, begins, ends)
+        first = self.decode(buffer, int(begins[0]), int(ends[0]))
+        table = windows(size)[begins].view(np.uint8).reshape(-1, size)
+        heads, values = np.hsplit(table, [size - first.nbytes])
+        if (heads != heads[0]).any():
+            return super().decode_many(buffer, windows, begins, ends)
+        return list(values.copy().view(first.dtype).reshape(-1, *first.shape))
 
     @staticmethod
     def _byte(buffer: Buffer, at: int, end: int) -> int:

@@ -28,6 +28,9 @@ class Encoding(ABC):
     size: int | None = None
     """Bytes of every value, or ``None`` where values differ."""
 
+    is_lent: bool = False
+    """Whether ``lend`` spares a copy that ``decode`` makes."""
+
     is_safe: bool = True
     """Whether decoding bytes of unknown origin runs no code of theirs."""
 
@@ -47,6 +50,10 @@ class Encoding(ABC):
         Raises:
             ValueError: If these are not the bytes of one.
         """
+
+    def lend(self, buffer: Buffer, begin: int, end: int) -> Any:
+        """Return the value of ``buffer[begin:end]``, perhaps as a part of the buffer that can't be written to."""
+        return self.decode(buffer, begin, end)
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Any]:
         """Return many values at once: the same as calling ``decode`` for each."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from lightning_faulttolerant.streaming.format.encodings import encoding_of
 from lightning_faulttolerant.streaming.format.info import Columns
 
 _UINT32_BYTES = 4
+
+# The name of a column, what makes a value of its bytes, and how many these are, if they are always as many.
+Decoder: TypeAlias = tuple[str, Callable[[Buffer, int, int], Any], int | None]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,6 +39,10 @@ class Layout:
             for name, encoding, size in zip(columns.names, columns.encodings, columns.sizes, strict=True)
         )
         self.names = columns.names
+        self._decoders = tuple((name, encoding.decode, size) for name, encoding, size in self._columns)
+        self._lenders = tuple((name, encoding.lend, size) for name, encoding, size in self._columns)
+        self.is_lent = any(encoding.is_lent for _, encoding, _ in self._columns)
+        """Whether ``lend`` spares copies that ``decode`` makes."""
         self._num_lengths = sum(size is None for _, _, size in self._columns)
         self._head = struct.Struct(f"<{self._num_lengths}I")
         self.min_bytes = self._head.size + sum(size or 0 for _, _, size in self._columns)
@@ -56,14 +63,25 @@ class Layout:
         Raises:
             ValueError: If the bytes are not those of a sample.
         """
+        return self._taken_apart(buffer, begin, end, self._decoders)
+
+    def lend(self, buffer: Buffer, begin: int, end: int) -> dict[str, Any]:
+        """Return the sample in ``buffer[begin:end]`` with arrays that may be parts of the buffer.
+
+        Raises:
+            ValueError: If the bytes are not those of a sample.
+        """
+        return self._taken_apart(buffer, begin, end, self._lenders)
+
+    def _taken_apart(self, buffer: Buffer, begin: int, end: int, decoders: tuple[Decoder, ...]) -> dict[str, Any]:
         lengths = iter(self._head.unpack_from(buffer, begin))
         at = begin + self._head.size
         sample = {}
-        for name, encoding, size in self._columns:
+        for name, decode, size in decoders:
             first, at = at, at + (size or next(lengths))
             if at > end:
                 raise ValueError(f"column {name!r} ends at byte {at}, the sample at {end}")
-            sample[name] = encoding.decode(buffer, first, at)
+            sample[name] = decode(buffer, first, at)
         if at != end:
             raise ValueError(f"the columns end at byte {at}, the sample at {end}")
         return sample

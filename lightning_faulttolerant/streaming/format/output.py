@@ -62,16 +62,6 @@ class Output:
         if progress_bar and self._remote:
             self._bar = extra("tqdm", purpose="for progress_bar=True").tqdm(desc="Uploading", unit="file", total=0)
 
-    @property
-    def local(self) -> str | None:
-        """The directory of this machine that is written to, if there is one."""
-        return self._local.path if isinstance(self._local, LocalPlace) else None
-
-    @property
-    def remote(self) -> str | None:
-        """The address that is uploaded to, if there is one."""
-        return None if self._remote is None else str(self._remote)
-
     def add(self, name: str, data: bytes) -> None:
         """Write a file of the data set.
 
@@ -96,22 +86,20 @@ class Output:
         Raises:
             OSError: If that, or something before it, can't be written.
         """
-        try:
-            self._raise_failures(only_done=False)
-            if self._local is not None:
-                self._local.replace(INDEX_BASENAME, data)
-                self._written.append(INDEX_BASENAME)
-            if self._remote is not None:
-                self._upload(INDEX_BASENAME, data)
-        finally:
-            self._close()
+        self._raise_failures(only_done=False)
+        if self._local is not None:
+            self._local.replace(INDEX_BASENAME, data)
+            self._written.append(INDEX_BASENAME)
+        if self._remote is not None:
+            self._upload(INDEX_BASENAME, data)
+        self._close()
         if isinstance(self._local, LocalPlace) and self._remote is not None and not self._keep_local:
             self._local.delete(reversed(self._written))
             if not self._local.names():
                 os.rmdir(self._local.path)
 
     def abandon(self) -> None:
-        """Give up: there will be no index."""
+        """Give up: wait for the uploads under way, begin no other."""
         self._close()
 
     def _upload(self, name: str, data: bytes) -> None:

@@ -66,6 +66,20 @@ class ShardReader(ABC):
             DamagedShardError: If the bytes are not those of a sample.
         """
 
+    def lent_samples(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[dict[str, Any]]:
+        """Yield many samples for somebody who copies what is in them at once, and gives them to nobody else.
+
+        Large arrays may be parts of the file, which can't be written to and keep it mapped.
+
+        Args:
+            ids: In the shard, from 0.
+
+        Raises:
+            IndexError: If one of them is outside of the shard.
+            DamagedShardError: If the bytes are not those of a sample.
+        """
+        return self.samples(ids)
+
     def close(self) -> None:
         """Give the files back. Samples can't be read any more."""
         self._is_closed = True
@@ -94,7 +108,8 @@ class ShardReader(ABC):
 
     def _checked_ids(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Positions:
         array = np.asarray(ids, dtype=np.int64)
-        if array.size and not (array.min() >= 0 and array.max() < self._info.num_samples):
+        # As unsigned numbers the negative ones are the largest.
+        if (array.view(np.uint64) >= self._info.num_samples).any():
             raise IndexError(
                 f"Samples {array.min()} to {array.max()} of a shard that has {self._info.num_samples}: "
                 f"{self._info.files[0].basename}"

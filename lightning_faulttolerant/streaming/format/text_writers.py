@@ -31,7 +31,7 @@ class TextWriter(DatasetWriter):
         if unknown:
             raise TypeError(f"There is no encoding {unknown[0]!r} here; those known are {', '.join(TEXT_ENCODINGS)}.")
         if not newline:
-            raise ValueError("A line must end with something: newline is empty.")
+            raise ValueError("newline='': a line can't be read if it is empty.")
         self.columns = dict(columns)
         self.newline = newline
         super().__init__(**options)
@@ -89,8 +89,8 @@ class XSVWriter(TextWriter):
     format = "xsv"
 
     def __init__(self, *, columns: Mapping[str, str], separator: str, newline: str = "\n", **options: Any) -> None:
-        if not separator:
-            raise ValueError("Something must stand between values: separator is empty.")
+        if not separator or not newline:
+            raise ValueError(f"separator={separator!r}, newline={newline!r}: a line can't be read if one is empty.")
         self.separator = separator
         self.column_names = sorted(columns)
         self.column_encodings = [columns[name] for name in self.column_names]

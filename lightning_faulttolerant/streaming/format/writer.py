@@ -136,11 +136,15 @@ class DatasetWriter(ABC):
         """Write what is left and the index; wait until all is where it belongs."""
         if self._finished:
             return
-        if self._samples:
-            self._flush()
         self._finished = True
-        text = json.dumps({"version": VERSION, "shards": self._shards}, sort_keys=True)
-        self._output.publish(text.encode())
+        try:
+            if self._samples:
+                self._flush()
+            text = json.dumps({"version": VERSION, "shards": self._shards}, sort_keys=True)
+            self._output.publish(text.encode())
+        except BaseException:
+            self._output.abandon()
+            raise
 
     def __enter__(self: _Writer) -> _Writer:
         return self

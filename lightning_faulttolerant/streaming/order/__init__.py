@@ -1,16 +1,20 @@
 """Which sample comes when: mixing, shuffling and dealing, as pure functions of seed, epoch and position."""
 
+from lightning_faulttolerant.streaming.order.batching import BATCHING_METHODS, batched_deal, batched_order
 from lightning_faulttolerant.streaming.order.deal import Deal, normalised, positions_of_step
 from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
 from lightning_faulttolerant.streaming.order.originals import SHUFFLES, default_canonical_nodes, kept_nodes
 
 __all__ = [
+    "BATCHING_METHODS",
     "SHUFFLES",
     "Deal",
     "EpochOrder",
     "Shares",
     "Weight",
+    "batched_deal",
+    "batched_order",
     "default_canonical_nodes",
     "epoch_order",
     "kept_nodes",

@@ -94,7 +94,7 @@ class BlockOrder:
         self._first_part = np.searchsorted(block, np.arange(block.max(initial=-1) + 2))
         self._starts = np.append(0, np.cumsum(self._parts.size))[self._first_part]
         # Each row reads in one block, in two where one ends; a thread that looks ahead is in others.
-        self._tables = Recent(self._table, at_most=2 * num_canonical_nodes + 2)
+        self._tables = Recent(at_most=2 * num_canonical_nodes + 2)
 
     @property
     def num_positions(self) -> int:
@@ -112,7 +112,7 @@ class BlockOrder:
         blocks = np.searchsorted(self._starts, places, side="right") - 1
         ids = np.empty(len(places), np.int64)
         for block, where in grouped(blocks):
-            ids[where] = self._tables[block][places[where] - self._starts[block]]
+            ids[where] = self._tables.get(block, self._table)[places[where] - self._starts[block]]
         return ids
 
     def _table(self, block: int) -> Ints:

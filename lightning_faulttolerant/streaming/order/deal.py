@@ -50,6 +50,8 @@ class Deal:
         initial_nodes: The number of nodes at the beginning of a run of the original library that goes on with a number
             of nodes for which that library keeps the order inside a global batch: the batch is then dealt as to
             those, read in turn, and cut anew.
+        is_in_turn: Whether the first rank has the first positions of each global batch, the second the next ones:
+            without nodes. There must be full steps only.
 
     Source: the partition of MosaicML Streaming 0.13 (``orig``, ``relaxed``), without its tables.
     """
@@ -59,6 +61,7 @@ class Deal:
     world: World
     batch_size: int
     initial_nodes: int | None = None
+    is_in_turn: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -110,6 +113,8 @@ class Deal:
             device, place = np.divmod(in_turn, self._of_step // (num_nodes * ranks_per_node))
         node, rank_of_node = np.divmod(device, ranks_per_node)
         base = self.start + steps[:, None] * self._of_step
+        if self.is_in_turn:
+            return base + self.world.rank * self.batch_size + of_batch
         positions: Ints = base + (node - base) % num_nodes + num_nodes * (rank_of_node + ranks_per_node * place)
         return positions
 

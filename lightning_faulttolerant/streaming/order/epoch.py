@@ -77,28 +77,41 @@ def epoch_order(
         is_balanced=sampling_method == "balanced",
         granularity=sampling_granularity,
     )
-    num_samples = sum(chosen)
     if algorithm is None or algorithm == DEFAULT:
         units = _units(sizes, chosen, draw)
         if not shuffle:
-            return SequentialOrder(units, EvenRows(num_samples=num_samples, num_rows=num_canonical_nodes))
+            return SequentialOrder(units, EvenRows(num_samples=sum(chosen), num_rows=num_canonical_nodes))
         return BlockOrder(units, seed=seed, epoch=epoch, num_canonical_nodes=num_canonical_nodes, block_size=block_size)
-    rows = PaddedRows(num_samples=num_samples, num_rows=num_canonical_nodes, num_nodes=num_nodes)
-    if not shuffle and all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True)):
-        return SequentialOrder(_units(sizes, chosen, draw), rows)
-    of_units, ids = resampled(sizes, chosen, draw)
-    if shuffle:
-        ids = ids[
-            shuffled(
-                algorithm,
-                of_units,
-                num_canonical_nodes=num_canonical_nodes,
-                seed=seed,
-                epoch=epoch,
-                block_size=block_size,
-            )
-        ]
-    return TableOrder(ids, rows)
+    rows = PaddedRows(num_samples=sum(chosen), num_rows=num_canonical_nodes, num_nodes=num_nodes)
+    return _of_the_original(sizes, chosen, draw, rows, algorithm=algorithm, block_size=block_size)
+
+
+def _of_the_original(
+    sizes: Sequence[Ints],
+    chosen: Sequence[int],
+    draw: Draw,
+    rows: PaddedRows,
+    *,
+    algorithm: str,
+    block_size: int | None,
+) -> EpochOrder:
+    are_whole = all(int(of_stream.sum()) == count for of_stream, count in zip(sizes, chosen, strict=True))
+    units = _units(sizes, chosen, draw) if are_whole else None
+    if units is not None and not draw.shuffle:
+        return SequentialOrder(units, rows)
+    # Where every shard is read once, the place of a sample is its id: an array of all ids would be one too many.
+    of_units, ids = resampled(sizes, chosen, draw) if units is None else (units.size, None)
+    if ids is not None and not draw.shuffle:
+        return TableOrder(ids, rows)
+    places = shuffled(
+        algorithm,
+        of_units,
+        num_canonical_nodes=rows.num_rows,
+        seed=draw.seed,
+        epoch=draw.epoch,
+        block_size=block_size,
+    )
+    return TableOrder(places if ids is None else ids[places], rows)
 
 
 def _check(given: dict[str, object]) -> None:

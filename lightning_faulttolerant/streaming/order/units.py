@@ -33,10 +33,7 @@ class Units:
     shard_size: Ints
     num_shards: int
     draw: tuple[int, ...] = ()
-    _drawn: Recent = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_drawn", Recent(self._draw, at_most=16))
+    _drawn: Recent = field(default_factory=lambda: Recent(at_most=16), init=False, repr=False, compare=False)
 
     @property
     def num_samples(self) -> int:
@@ -53,7 +50,7 @@ class Units:
         first = int(self.first[unit])
         if self.size[unit] == self.shard_size[unit]:
             return np.arange(first + begin, first + stop, dtype=np.int64)
-        return first + self._drawn[unit][begin:stop]
+        return first + self._drawn.get(unit, self._draw)[begin:stop]
 
     def _draw(self, unit: int) -> Ints:
         key = key_of("samples of a shard", *self.draw, int(self.shard[unit]))
@@ -96,29 +93,22 @@ class Recent:
     worst two threads make the same array.
 
     Args:
-        make: Makes one.
         at_most: How many are kept.
     """
 
-    def __init__(self, make: Callable[[int], Ints], *, at_most: int) -> None:
-        self._make = make
+    def __init__(self, *, at_most: int) -> None:
         self._at_most = at_most
         self._kept: dict[int, Ints] = {}
 
-    def __getitem__(self, number: int) -> Ints:
+    def get(self, number: int, make: Callable[[int], Ints]) -> Ints:
+        """Return the array of a number; it is made if it is not kept."""
         found = self._kept.pop(number, None)
         if found is None:
-            found = self._make(number)
+            found = make(number)
         self._kept[number] = found
         for oldest in list(self._kept)[: -self._at_most]:
             self._kept.pop(oldest, None)
         return found
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_make": self._make, "_at_most": self._at_most}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _kept={})
 
 
 def grouped(numbers: Ints) -> Iterator[tuple[int, Ints | slice]]:

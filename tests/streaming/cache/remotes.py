@@ -117,6 +117,7 @@ class Faults:
 
     by_name: dict[str, list[str]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def next_of(self, path: str) -> str:
@@ -151,6 +152,8 @@ class FlakyFileSystem(MemoryFileSystem):
         if fault in errors:
             raise errors[fault]
         content = damaged(content, fault)
+        if fault == "late":
+            self.faults.is_over.wait(60)
         with open(lpath, "wb") as file:
             if fault == "hang":
                 self.faults.is_over.wait(60)
@@ -194,6 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
+        self._faults.addresses.append(self.path)
         name = self.path.removeprefix("/data/").partition("?")[0]
         fault = self._faults.next_of(name)
         content = self._files.get(name)

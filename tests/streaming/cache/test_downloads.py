@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import fetch_index
+from lightning_faulttolerant.streaming.cache import attempts, fetch_index
+from lightning_faulttolerant.streaming.cache.remote import Remote
 from tests.streaming.cache.remotes import HASH, assert_tidy, assert_whole, cache_of, flaky, make_data, web, write
 
 SHARD = "shard.00001.mds"
@@ -152,10 +153,40 @@ def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
-def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Once the one that was given up moves again its thread ends, and its file goes."""
+def test_clients_of_remotes_draw_from_generators_of_their_own(tmp_path: Path) -> None:
+    """What asynchronous clients draw in their retries and connections they don't draw from the run's generators."""
     data = make_data()
-    with flaky(data.stored, {SHARD: ["hang"]}) as (remote, faults):
+    with web(data.stored) as (remote, _):
+        cache_of(data, tmp_path, remote).fetch(1)
+        http = fsspec.filesystem("http")
+    assert sys.modules["aiohttp.connector"].random is not random
+    assert http.client_kwargs == {}  # others' clients stay as they are
+    assert Remote("s3://bucket").file_system().config_kwargs == {"retries": {"mode": "legacy"}}
+    assert Remote("http://localhost").file_system().client_kwargs["timeout"].total is None
+
+
+def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause is between half and all of twice the one before, up to 30 s, and counts in the longest time."""
+    pauses: list[float] = []
+
+    def fail() -> None:
+        raise OSError("again")
+
+    monkeypatch.setattr(attempts, "pause", pauses.append)
+    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.5)
+    tried = attempts.Attempts(retry=8, timeout_seconds=10)
+    with pytest.raises(attempts.FailedError, match="9 attempts, the last: OSError: again"):
+        tried.run(fail)
+    longest = [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert all(most / 2 <= found <= most for found, most in zip(pauses, longest, strict=True))
+    assert tried.longest_seconds >= 9 * 10 + sum(longest)
+
+
+@pytest.mark.parametrize("fault", ["hang", "late"])
+def test_a_download_that_hangs_leaves_nothing_behind(tmp_path: Path, fault: str) -> None:
+    """Once the one that was given up moves again its thread ends, and its file goes, or is not even made."""
+    data = make_data()
+    with flaky(data.stored, {SHARD: [fault]}) as (remote, faults):
         cache_of(data, tmp_path, remote, download_timeout=0.05).fetch(1)
         threads = [thread for thread in threading.enumerate() if thread.name == "shard-download"]
         assert [thread.daemon for thread in threads] == [True]
@@ -178,9 +209,10 @@ def test_a_client_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: py
 def test_passwords_and_signatures_are_not_shown(tmp_path: Path) -> None:
     """A signature behind a URL reaches the server, and no error message."""
     data = make_data()
-    with web({SHARD: data.stored[SHARD]}) as (remote, _):
+    with web({SHARD: data.stored[SHARD]}) as (remote, faults):
         cache = cache_of(data, tmp_path, f"{remote}?sig=secret")
         cache.fetch(1)
+        assert faults.addresses == [f"/data/{SHARD}?sig=secret"]
         with pytest.raises(MissingShardError) as caught:
             cache.fetch(0)
     assert f"{remote}/shard.00000.mds: " in str(caught.value)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from lightning_faulttolerant.errors import IndexFileError
-from lightning_faulttolerant.streaming.cache import fetch_index
+from lightning_faulttolerant.streaming.cache import fetch_index, index
 from tests.processes import in_child
+from tests.streaming.cache.children import run_all
 from tests.streaming.cache.remotes import assert_tidy, flaky, make_data, web, write
 
 OLD, NEW = b'{"shards": ["old"]}', b'{"shards": ["new"]}'
@@ -20,8 +23,8 @@ def test_an_index_is_kept_and_asked_for_again(tmp_path: Path) -> None:
     """The index goes into the directory, and the same one fetched again stays there."""
     for _ in range(2):
         with flaky({"index.json": OLD}) as (remote, _):
-            index = fetch_index(local=str(tmp_path / "local"), remote=remote)
-        assert (index.text, index.directory) == (OLD, str(tmp_path / "local"))
+            fetched = fetch_index(local=str(tmp_path / "local"), remote=remote)
+        assert (fetched.text, fetched.directory) == (OLD, str(tmp_path / "local"))
         assert (tmp_path / "local" / "index.json").read_bytes() == OLD
     assert_tidy(tmp_path)
 
@@ -32,7 +35,7 @@ def test_a_changed_index_has_a_directory_of_its_own(tmp_path: Path, caplog: pyte
     for text in (OLD, NEW, NEW, OLD):
         with flaky({"index.json": text}) as (remote, _), caplog.at_level(logging.WARNING):
             found.append(fetch_index(local=str(tmp_path), remote=remote))
-    assert [index.text for index in found] == [OLD, NEW, NEW, OLD]
+    assert [fetched.text for fetched in found] == [OLD, NEW, NEW, OLD]
     assert found[0] == found[3]
     assert found[1] == found[2]
     assert found[1].directory == str(tmp_path / f"index-{found[1].digest}")
@@ -51,16 +54,20 @@ def test_an_index_that_was_torn_here_is_replaced(tmp_path: Path, torn: bytes) ->
 
 def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
     """Of two data sets that begin at the same time in one directory one has it, and the other a folder in it."""
-    children = []
-    for number in range(6):
-        process_id = os.fork()
-        if not process_id:
-            text = OLD if number % 2 else NEW
-            with flaky({"index.json": text}) as (remote, _):
-                index = fetch_index(local=str(tmp_path), remote=remote)
-            os._exit(0 if Path(index.directory, "index.json").read_bytes() == text else 1)
-        children.append(process_id)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
+    write_at_once = index._write
+
+    def write_late(*args: object) -> None:
+        time.sleep(0.1)
+        write_at_once(*args)
+
+    def fetch(text: bytes) -> None:
+        index._write = write_late
+        with flaky({"index.json": text}) as (remote, _):
+            found = fetch_index(local=str(tmp_path), remote=remote)
+        time.sleep(0.2)
+        assert Path(found.directory, "index.json").read_bytes() == text
+
+    assert run_all([functools.partial(fetch, text) for text in (OLD, NEW) * 3]) == [0] * 6
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("index-")]) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -254,6 +255,16 @@ def test_a_compressed_file_that_is_damaged_far_away_is_an_error(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == [marks.DIRECTORY]
 
 
+def test_what_was_decompressed_is_compared_with_its_own_hash(tmp_path: Path) -> None:
+    """A compressed file that is right may hold a shard that is not: both hashes are checked."""
+    data, other = make_data(compression="snappy", salt="1"), make_data(compression="snappy", salt="2")
+    infos = [
+        dataclasses.replace(info, files=others.files) for info, others in zip(data.infos, other.infos, strict=True)
+    ]
+    with flaky(data.files) as (remote, _), pytest.raises(DamagedShardError, match=f"{SHARD}: its {HASH} is"):
+        cache_of(dataclasses.replace(data, infos=infos), tmp_path, remote, validate_hash=HASH).fetch(1)
+
+
 def test_a_package_that_a_compression_needs_is_asked_for_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,13 +313,18 @@ def test_a_shard_that_a_local_data_set_lacks_is_missing(tmp_path: Path) -> None:
         cache.fetch(1)
 
 
-def test_a_compressed_local_data_set_is_decompressed_where_it_is(tmp_path: Path) -> None:
-    """Without a remote the raw files are made beside the compressed ones, and nothing else is touched."""
+def test_a_compressed_local_data_set_is_decompressed_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a remote the raw files are made beside the compressed ones, to last, and nothing else is touched."""
     data = make_data(compression="gz")
     write(tmp_path, data.files)
     before = tree(tmp_path)
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
     assert_whole(cache_of(data, tmp_path, None, validate_hash=HASH, keep_zip=False), data)
     assert {path: entry for path, entry in tree(tmp_path).items() if path in before} == before
+    assert len(synced) == 3  # no mark would tell after a power loss
     (tmp_path / SHARD).unlink()
     (tmp_path / f"{SHARD}.zip").write_bytes(b"")
     with pytest.raises(DamagedShardError, match=SHARD):

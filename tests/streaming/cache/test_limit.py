@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from lightning_faulttolerant.errors import CacheLimitError, MissingShardError
-from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, marks, parse_bytes
+from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, limit, marks, parse_bytes
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX
 from lightning_faulttolerant.streaming.cache.locks import FileLock
+from tests.streaming.cache.children import child, run_all, wait_for
 from tests.streaming.cache.remotes import Data, assert_tidy, cache_of, flaky, make_data, web, write
 
 
@@ -48,28 +49,29 @@ def test_what_was_used_least_recently_goes_first(tmp_path: Path) -> None:
 def test_the_streams_of_a_data_set_share_one_limit(tmp_path: Path) -> None:
     """A shard of one stream makes room for one of another."""
     one, other = make_data(3, salt="one"), make_data(3, salt="other")
-    limit = CacheLimit("3.5kb")
+    shared = CacheLimit("3.5kb")
     with flaky({**{f"one/{name}": content for name, content in one.files.items()}, **other.files}) as (remote, _):
-        first = cache_of(one, tmp_path / "one", f"{remote}/one", limit=limit)
-        second = cache_of(other, tmp_path / "other", remote, limit=limit)
+        first = cache_of(one, tmp_path / "one", f"{remote}/one", limit=shared)
+        second = cache_of(other, tmp_path / "other", remote, limit=shared)
         fetch(first, 0, 1, 2)
         fetch(second, 0, 1)
     assert shards_in(tmp_path / "one") == [2]
     assert shards_in(tmp_path / "other") == [0, 1]
 
 
-def test_what_is_held_is_not_evicted(tmp_path: Path) -> None:
-    """A shard in use stays, as often as it is held, and goes when it is released; if nothing else can go it is said."""
+def test_what_is_held_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard in use stays until it is released as often as it was held; if nothing else can go it is said at once."""
+    monkeypatch.setattr(limit, "_STILL_SECONDS", 1000)
     data = make_data(6)
     with flaky(data.files) as (remote, _):
-        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000), download_timeout=1000)
         fetch(cache, 0)
         cache.hold(0)
         cache.hold(0)
         fetch(cache, 1, 2, 3)
         assert shards_in(tmp_path) == [0, 3]
         cache.hold(3)
-        with pytest.raises(CacheLimitError, match=r"2000 bytes.*of the 2000.*reading 2000.*takes 1000"):
+        with pytest.raises(CacheLimitError, match=r"2000 bytes.*Of the 2000.*reading 2000.*takes 1000"):
             cache.fetch(4)
         cache.release(0)
         with pytest.raises(CacheLimitError):
@@ -84,14 +86,25 @@ def test_an_only_copy_is_never_evicted(tmp_path: Path) -> None:
     local, data = make_data(3, salt="local"), make_data(4)
     write(tmp_path / "local", local.files)
     write(tmp_path / "cache", {"shard.00000.mds": data.raw["shard.00000.mds"]})
-    limit = CacheLimit(2500)
+    shared = CacheLimit(2500)
     with flaky(data.files) as (remote, _):
-        only = cache_of(local, tmp_path / "local", None, limit=limit)
-        cache = cache_of(data, tmp_path / "cache", remote, limit=limit)
+        only = cache_of(local, tmp_path / "local", None, limit=shared)
+        cache = cache_of(data, tmp_path / "cache", remote, limit=shared)
         fetch(only, 0, 1, 2)
         fetch(cache, 0, 1, 2, 3)
         assert shards_in(tmp_path / "local") == [0, 1, 2]
         assert shards_in(tmp_path / "cache") == [0, 3]
+
+
+def test_only_copies_that_leave_no_room_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all that is there may not be evicted it is said soon, however long downloads may take."""
+    monkeypatch.setattr(limit, "_STILL_SECONDS", 0.1)
+    data = make_data(4)
+    write(tmp_path, {name: data.raw[name] for name in list(data.raw)[:2]})
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2500), download_timeout=1000)
+        with pytest.raises(CacheLimitError, match=r"Of the 2000 .*fetching 0, and the rest may not be evicted"):
+            cache.fetch(3)
 
 
 def test_what_another_run_left_counts_and_is_evicted(tmp_path: Path) -> None:
@@ -124,26 +137,22 @@ def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
     data = make_data(4)
     (tmp_path / marks.DIRECTORY).mkdir()
     path = str(tmp_path / marks.DIRECTORY / f"shard.00003.mds{LOCK_SUFFIX}")
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
+
+    def announce() -> None:
         lock = FileLock(path)
         lock.acquire(0)
         lock.announce(1000)
-        os.write(writing, b".")
         time.sleep(60)
-    os.read(reading, 1)
-    with flaky(data.files) as (remote, faults):
-        limit = CacheLimit(1500)
-        cache = cache_of(data, tmp_path, remote, limit=limit, download_timeout=0.1, download_retry=0)
-        with pytest.raises(CacheLimitError, match="of the 1000 that are in use"):
+
+    with flaky(data.files) as (remote, faults), child(announce) as other:
+        options = {"download_timeout": 0.1, "download_retry": 0}
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(1500), **options)
+        wait_for(lambda: os.path.exists(path) and os.stat(path).st_size == 1000)
+        with pytest.raises(CacheLimitError, match="Of the 1000 that are in use"):
             cache.fetch(0)
         assert faults.asked == []
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        other.kill()
         cache.fetch(0)
-    os.close(reading)
-    os.close(writing)
 
 
 def read_all(data: Data, directory: Path, remote: str, seed: int) -> None:
@@ -161,18 +170,9 @@ def test_many_processes_evict_from_each_other(tmp_path: Path) -> None:
     """Four processes that need ten shards where four fit in all read what they asked for, and never keep more."""
     data = make_data(10)
     write(tmp_path / "remote", data.files)
-    children = []
-    for seed in range(4):
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                read_all(data, tmp_path / "local", str(tmp_path / "remote"), seed)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    remote = str(tmp_path / "remote")
+    readers = [functools.partial(read_all, data, tmp_path / "local", remote, seed) for seed in range(4)]
+    assert run_all(readers) == [0] * 4
     assert_tidy(tmp_path / "local")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import random
@@ -10,16 +9,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_faulttolerant.errors import ShardError
-from lightning_faulttolerant.streaming.cache import ShardCache, locks, temporary
+from lightning_faulttolerant.streaming.cache import CacheLimit, locks, marks, temporary
 from lightning_faulttolerant.streaming.cache.locks import FileLock, is_abandoned, locked
 from tests.processes import in_child
+from tests.streaming.cache.children import Child, child, held_by_a_thread, run_all, wait_for
 from tests.streaming.cache.remotes import (
     HASH,
     Data,
@@ -35,36 +33,11 @@ from tests.streaming.cache.remotes import (
 SHARD = "shard.00001.mds"
 
 
-def start(main: Callable[[], Any]) -> int:
-    """Run a function in a forked child; return its process id."""
-    process_id = os.fork()
-    if not process_id:
-        code = 1
-        try:
-            main()
-            code = 0
-        finally:
-            os._exit(code)
-    return process_id
-
-
-def wait(process_id: int) -> int:
-    """Return the exit code of a child."""
-    return os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1])
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until something is so; pytest's time-out ends what never is."""
-    while not condition():
-        time.sleep(0.002)
-
-
 def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
     """Four processes that want the same shards at the same time ask the remote once for each."""
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
-        children = [start(lambda: assert_whole(cache_of(data, tmp_path, remote), data)) for _ in range(4)]
-        assert [wait(child) for child in children] == [0] * 4
+        assert run_all([lambda: assert_whole(cache_of(data, tmp_path, remote), data)] * 4) == [0] * 4
         assert sorted(faults.asked) == sorted(data.stored)
 
 
@@ -100,11 +73,9 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
     data = make_data(num_bytes=500, compression=compression)
     num_left = 0
     for _ in range(8):
-        child = start(lambda: fetch_slowly(data, tmp_path))
-        wait_for(lambda: any(tmp_path.rglob("*.tmp")))
-        time.sleep(draws.uniform(0, 0.15))
-        os.kill(child, signal.SIGKILL)
-        assert wait(child) == -signal.SIGKILL
+        with child(lambda: fetch_slowly(data, tmp_path)):
+            wait_for(lambda: any(tmp_path.rglob("*.tmp")))
+            time.sleep(draws.uniform(0, 0.15))
         num_left += sum(1 for _ in tmp_path.rglob("*.tmp"))
         with flaky(data.files) as (remote, _):
             cache = cache_of(data, tmp_path, remote, validate_hash=HASH, download_timeout=1)
@@ -118,30 +89,30 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
 def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
     """Who waits for a download goes on at once when its process is killed."""
     data = make_data()
-    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
-        first = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
+    with (
+        web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
+        child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as first,
+    ):
         wait_for(lambda: faults.asked)
-        second = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
-        time.sleep(0.1)
-        assert faults.asked == [SHARD]
-        os.kill(first, signal.SIGKILL)
-        assert wait(second) == 0
-        wait(first)
+        with child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as second:
+            time.sleep(0.1)
+            assert faults.asked == [SHARD]
+            first.kill()
+            assert second.wait() == 0
     assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
 
 
 def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """A holder of the lock that does not move is passed by once its time must be over."""
     data = make_data()
-    with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
-        sleeper = start(lambda: cache_of(data, tmp_path, remote).fetch(1))
+    with (
+        web(data.stored, {SHARD: ["hang"]}) as (remote, faults),
+        child(lambda: cache_of(data, tmp_path, remote).fetch(1)) as sleeper,
+    ):
         wait_for(lambda: faults.asked)
-        os.kill(sleeper, signal.SIGSTOP)
-        try:
-            cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0).fetch(1)
-        finally:
-            os.kill(sleeper, signal.SIGKILL)
-            wait(sleeper)
+        sleeper.stop()
+        with flaky(data.stored) as (other, _):
+            cache_of(data, tmp_path, other, download_timeout=0.5, download_retry=0).fetch(1)
     assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
 
 
@@ -152,17 +123,17 @@ def test_a_child_of_a_process_that_holds_a_lock_does_not_hold_it(tmp_path: Path)
 
     def rank() -> None:
         assert FileLock(path).acquire(0)
-        worker = start(lambda: time.sleep(60))
-        os.write(writing, worker.to_bytes(8, "big"))
+        worker = Child(lambda: time.sleep(60))
+        os.write(writing, worker.process_id.to_bytes(8, "big"))
         time.sleep(60)
 
-    first = start(rank)
-    worker = int.from_bytes(os.read(reading, 8), "big")
-    assert not FileLock(path).acquire(0)
-    os.kill(first, signal.SIGKILL)
-    wait(first)
-    assert FileLock(path).acquire(5)
-    FileLock(path).release()
+    with child(rank) as first:
+        worker = int.from_bytes(os.read(reading, 8), "big")
+        assert not FileLock(path).acquire(0)
+        first.kill()
+        lock = FileLock(path)
+        assert lock.acquire(5)
+        lock.release()
     os.kill(worker, signal.SIGKILL)
     os.close(reading)
     os.close(writing)
@@ -188,38 +159,37 @@ def test_a_forked_child_takes_no_lock_from_its_parent(tmp_path: Path) -> None:
 def test_a_fork_while_a_thread_is_fetching_is_safe(tmp_path: Path) -> None:
     """A worker that is forked in the middle of a download by another thread of its parent fetches like any other."""
     data = make_data()
+
+    def work() -> None:
+        assert not cache.is_held(0)
+        cache.fetch(0)
+        cache.hold(2)
+        cache.fetch(2)
+        cache.release(2)
+
     with web(data.stored, {SHARD: ["hang"]}) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
         cache.hold(0)
         thread = threading.Thread(target=cache.fetch, args=(1,))
         thread.start()
         wait_for(lambda: faults.asked)
-        children = []
-        for _ in range(3):
-            with cache._holds_lock, locks._held_lock:  # as if another thread were inside
-                children.append(start(lambda: (cache.fetch(0), cache.release(0), cache.hold(2), cache.fetch(2))))
-        assert [wait(child) for child in children] == [0] * 3
+        with held_by_a_thread(cache._holds_lock, locks._held_lock), child(work) as worker:
+            assert worker.wait() == 0
         faults.is_over.set()
         thread.join()
     assert_whole(cache, data)
 
 
-def _fetch_all(cache: ShardCache, data: Data) -> None:
-    assert_whole(cache, data)
-
-
-def test_a_cache_goes_to_a_spawned_worker(tmp_path: Path) -> None:
+def test_a_cache_goes_to_another_process(tmp_path: Path) -> None:
     """A cache is pickled with what it needs, and what one process has checked is checked by the next."""
     data = make_data()
     write(tmp_path / "remote", data.files)
-    cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"), validate_hash=HASH)
+    cache = cache_of(data, tmp_path / "local", str(tmp_path / "remote"), limit=CacheLimit(3000))
     cache.fetch(0)
     cache.hold(0)
-    worker = multiprocessing.get_context("spawn").Process(target=_fetch_all, args=(cache, data))
-    worker.start()
-    worker.join()
-    assert worker.exitcode == 0
-    copy = pickle.loads(pickle.dumps(cache))
+    pickled = pickle.dumps(cache)
+    assert in_child(lambda: assert_whole(pickle.loads(pickled), data)) == 0
+    copy = pickle.loads(pickled)
     assert not copy.is_held(0)
     (tmp_path / "local" / "shard.00000.mds").write_bytes(b"")
     assert not copy.is_here(0)
@@ -229,8 +199,8 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
     """A temporary file goes if its process is dead, had this one's number, or has been silent for long elsewhere."""
     data = make_data()
     host = socket.gethostname().replace(".", "-")
-    dead = start(lambda: None)
-    wait(dead)
+    dead = Child(lambda: None)
+    dead.wait()
     old, new = time.time() - 7200, time.time()
 
     def leave(host: str, process_id: int, modified: float) -> str:
@@ -239,14 +209,24 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
         os.utime(path, (modified, modified))
         return path.name
 
-    gone = {leave(host, dead, new), leave(host, os.getpid(), new), leave(host, 1, old), leave("elsewhere", 1, old)}
+    gone = {
+        leave(host, dead.process_id, new),
+        leave(host, os.getpid(), new),
+        leave(host, 1, old),
+        leave("elsewhere", 1, old),
+    }
     stays = {leave(host, os.getppid(), new), leave("elsewhere", 2, new)}
     (tmp_path / "notes.tmp").write_bytes(b"not ours")
+    own = tmp_path / marks.DIRECTORY
+    own.mkdir()
+    (own / "shard.00002.mds.lock").write_bytes(b"")
+    (own / f"{SHARD}.mark.{host}.{dead.process_id}.0123456789abcdef.tmp").write_bytes(b"")
     with flaky(data.files) as (remote, _):
         cache_of(data, tmp_path, remote).fetch(1)
     left = {path.name for path in tmp_path.iterdir()}
     assert not left & gone
     assert stays | {"notes.tmp"} <= left
+    assert [path.name for path in own.iterdir()] == [f"{SHARD}.mark"]
 
 
 def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,28 +248,66 @@ def test_a_download_whose_file_is_swept_is_tried_again(tmp_path: Path, monkeypat
 def test_a_lock_of_a_dead_process_is_abandoned(tmp_path: Path) -> None:
     """What a dead process announced does not count for ever; what a living one announced does."""
     path = str(tmp_path / "shard.lock")
-    reading, writing = os.pipe()
 
     def hold() -> None:
         lock = FileLock(path)
         assert lock.acquire(0)
         lock.announce(1000)
-        os.write(writing, b".")
         time.sleep(60)
 
-    child = start(hold)
-    os.read(reading, 1)
-    assert not is_abandoned(path)
-    assert os.stat(path).st_size == 1000
-    os.kill(child, signal.SIGKILL)
-    wait(child)
-    assert is_abandoned(path)
-    assert not os.path.exists(path)
-    os.close(reading)
-    os.close(writing)
-    with locked(path, 0) as lock, locked(path, 0) as other:
+    with child(hold) as other:
+        wait_for(lambda: os.path.exists(path) and os.stat(path).st_size == 1000)
+        assert not is_abandoned(path)
+        assert os.stat(path).st_size == 1000
+        other.kill()
+        assert is_abandoned(path)
+        assert not os.path.exists(path)
+    with locked(path, 0) as lock, locked(path, 0) as second:
         assert lock is not None
-        assert other is None
+        assert second is None
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_process_that_is_killed_behind_a_download_has_said_what_it_brought(tmp_path: Path, is_lost: bool) -> None:
+    """A shard whose process ended as it got its name is used, and evicted, like others; unless its content is lost."""
+    data = make_data()
+    replace = os.replace
+
+    def killed_behind(source: str, target: str) -> None:
+        replace(source, target)
+        if target.endswith(SHARD):
+            os._exit(9)
+
+    def first() -> None:
+        os.replace = killed_behind  # type: ignore[assignment]
+        cache_of(data, tmp_path, remote).fetch(1)
+
+    with flaky(data.files) as (remote, faults):
+        assert in_child(first) == 9
+        if is_lost:
+            (tmp_path / SHARD).write_bytes(bytes(1000))
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(1000))
+        cache.fetch(1)
+        assert faults.asked == [SHARD] * is_lost
+        assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
+        cache.fetch(2)
+        assert not (tmp_path / SHARD).exists()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opened the file of a lock that was released then does not believe to have it."""
+    path = str(tmp_path / "shard.lock")
+    lock_file = locks._lock
+
+    def released_first(descriptor: int) -> bool:
+        monkeypatch.setattr(locks, "_lock", lock_file)
+        os.unlink(path)
+        return lock_file(descriptor)
+
+    monkeypatch.setattr(locks, "_lock", released_first)
+    with locked(path, 5) as lock:
+        assert lock is not None
+        assert os.path.exists(path)
 
 
 def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +320,6 @@ def test_locking_is_not_needed_for_right_shards(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "lockf", refuse)
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] * 2 for name in data.stored}) as (remote, _):
-        children = [start(lambda: cache_of(data, tmp_path, remote).fetch(1)) for _ in range(2)]
-        assert [wait(child) for child in children] == [0] * 2
+        assert run_all([lambda: cache_of(data, tmp_path, remote).fetch(1)] * 2) == [0] * 2
         assert_whole(cache_of(data, tmp_path, remote), data)
     assert_tidy(tmp_path)

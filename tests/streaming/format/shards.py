@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_faulttolerant.streaming.format.info import ShardInfo
 from lightning_faulttolerant.streaming.format.opening import open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
-Samples = Sequence[Mapping[str, Any]]
+Samples = Iterable[Mapping[str, Any]]
 
 
 def write(writer_class: Any, out: Path, columns: Mapping[str, str], samples: Samples, **options: Any) -> Path:

@@ -85,6 +85,8 @@ def test_content_of_another_size_is_refused(family: str, difference: int, tmp_pa
 def test_truncated_and_foreign_bytes_are_refused(family: str, tmp_path: Path) -> None:
     """A compressed file that was cut anywhere, is empty or is something else is an error of its own kind."""
     data = compress(CONTENT, family)
+    with pytest.raises(DamagedShardError):
+        decompressed(b"", family, tmp_path, num_bytes=0)
     for cut in {0, 1, 2, 5, 9, len(data) // 2, len(data) - 1}:
         with pytest.raises(DamagedShardError):
             decompressed(data[:cut], family, tmp_path, num_bytes=len(CONTENT))
@@ -107,9 +109,11 @@ def test_no_flipped_byte_gives_content_of_another_size(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bomb_is_not_decompressed(family: str, tmp_path: Path) -> None:
+def test_a_bomb_is_not_decompressed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small file that stands for much more than the index says takes neither memory nor disk."""
     bomb = compress(bytes(32 << 20), family if family == "snappy" else f"{family}:1")
+    left: list[int] = []
+    monkeypatch.setattr("os.unlink", lambda path: left.append(Path(path).stat().st_size))
     tracemalloc.start()
     try:
         with pytest.raises(DamagedShardError):
@@ -117,7 +121,7 @@ def test_a_bomb_is_not_decompressed(family: str, tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
-    assert not (tmp_path / "raw").exists()
+    assert left[0] <= 1000
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

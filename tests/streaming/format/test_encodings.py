@@ -178,6 +178,22 @@ def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
         encoding_of(name).decode(data, 0, len(data))
 
 
+def test_an_array_does_not_take_bytes_behind_it() -> None:
+    """A shape that needs more bytes than the value has is an error, though the file goes on."""
+    data = bytearray(encoding_of("ndarray:int32").encode(np.zeros((2, 3), np.int32)))
+    data[1] = 4
+    for number_of_bytes_behind in (0, 100):
+        with pytest.raises(ValueError, match="24 bytes, its encoding 48"):
+            encoding_of("ndarray:int32").decode(bytes(data) + bytes(number_of_bytes_behind), 0, len(data))
+
+
+def test_a_picture_of_more_pixels_than_bytes_is_not_made_room_for() -> None:
+    """A head that speaks of a large picture is refused before any memory is asked for."""
+    data = np.array([5000, 6000, 3], "<u4").tobytes() + b"RGB" + bytes(1000)
+    with pytest.raises(ValueError, match="5000 x 6000 pixels in 1015 bytes"):
+        encoding_of("pil").decode(data, 0, len(data))
+
+
 def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
     """In a column of any encoding, bytes are taken for encoded already; a fixed size is checked."""
     data = jpeg_bytes()
@@ -196,17 +212,19 @@ def test_what_is_bytes_is_stored_as_it_is(tmp_path: Path) -> None:
 def test_decoded_arrays_belong_to_the_caller(name: str, tmp_path: Path) -> None:
     """They can be written to, are aligned, outlive the reader, share nothing with each other, and collate silently."""
     shape = (3, 400) if name.endswith("400") else (3, 2)
-    samples = [{"a": b"x" * i, "n": np.full(shape, i, np.float64)} for i in range(9)]
+    samples = [{"a": b"x" * i, "n": np.full(shape, i, np.float64)} for i in range(20)]
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "n": name}, samples)
     reader = opened(out)
-    alone, many = [reader[i]["n"] for i in range(9)], [s["n"] for s in reader.samples([*range(9), 0])]
+    alone, many = [reader[i]["n"] for i in range(20)], [s["n"] for s in reader.samples([*range(20), 0])]
     reader.close()
     for found in (alone, many):
         assert all(a.flags.writeable and a.flags.aligned and a.flags.c_contiguous for a in found)
-        assert torch.equal(default_collate(found[:9]), torch.arange(9.0).double().reshape(9, 1, 1).expand(9, *shape))
+        assert torch.equal(
+            default_collate(found[:20]), torch.arange(20.0).double().reshape(20, 1, 1).expand(20, *shape)
+        )
     many[0][:] = -1
     alone[0][:] = -1
-    assert [a.flat[0] for a in many[1:]] == [*range(1, 9), 0]
+    assert [a.flat[0] for a in many[1:]] == [*range(1, 20), 0]
     assert not any(np.shares_memory(a, b) for a, b in itertools.combinations(many, 2))
 
 

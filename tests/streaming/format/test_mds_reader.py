@@ -32,11 +32,29 @@ def variable(number: int) -> dict[str, Any]:
     return {"i": number, "s": "ü" * (number % 7), "y": np.full((2, number % 5 + 1), number), "b": b"b" * (number % 3)}
 
 
-KINDS = {"fixed": (FIXED, fixed), "variable": (VARIABLE, variable), "no columns": ({}, lambda number: {})}
+SHAPED = {"same": "ndarray", "turned": "ndarray:int16", "typed": "ndarray", "large": "ndarray"}
+
+
+def shaped(number: int) -> dict[str, Any]:
+    """A sample of `SHAPED`: arrays of as many bytes in each, but of other shapes or types, and one that is large."""
+    return {
+        "same": np.full((2, 3), number, np.float64),
+        "turned": np.full((2, 3) if number % 7 else (3, 2), number, np.int16),
+        "typed": np.full(4, number, np.int32 if number % 7 else np.float32),
+        "large": np.full(1000, number, np.int64),
+    }
+
+
+KINDS = {
+    "fixed": (FIXED, fixed),
+    "variable": (VARIABLE, variable),
+    "shaped": (SHAPED, shaped),
+    "no columns": ({}, lambda number: {}),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ids", [0, 1, 3, 4, 5, 255, 256, 257, 700])
+@pytest.mark.parametrize("num_ids", [0, 1, 15, 16, 256, 257, 700])
 def test_many_at_once_are_the_same_as_one_by_one(kind: str, num_ids: int, tmp_path: Path) -> None:
     """Samples asked for by many ids, in any order and repeated, and their columns, are those of one by one."""
     columns, make = KINDS[kind]
@@ -193,7 +211,9 @@ def test_an_index_of_other_columns_is_found_out(tmp_path: Path) -> None:
     """Columns of an index that need more bytes than the samples have are found when the shard is opened."""
     out = write(MDSWriter, tmp_path / "out", {"i": "int"}, [{"i": 1}])
     other = write(MDSWriter, tmp_path / "other", {"i": "int", "j": "int"}, [{"i": 1, "j": 2}])
-    for mine, theirs in ((out, other), (other, out)):
+    short = write(MDSWriter, tmp_path / "short", {"s": "str"}, [{"s": ""}])
+    long = write(MDSWriter, tmp_path / "long", {"s": "str", "t": "str"}, [{"s": "", "t": ""}])
+    for mine, theirs in ((out, other), (other, out), (short, long)):
         (tmp_path / "shard").write_bytes((mine / "shard.00000.mds").read_bytes())
         size = (mine / "shard.00000.mds").stat().st_size
         text = (theirs / "index.json").read_text()
@@ -224,12 +244,42 @@ def test_a_damaged_length_is_found_with_its_sample(column: int, length: int, tmp
     reader.close()
 
 
+@pytest.mark.parametrize("difference", [-1, 1])
+@pytest.mark.parametrize("column", [0, 1])
+def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tmp_path: Path) -> None:
+    """Where any bytes would be a value, a length off by one is found: the columns do not fill the sample."""
+    samples = [{"a": b"aaaa", "b": b"bbbb"}] * 20
+    out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "bytes"}, samples)
+    data = bytearray((out / "shard.00000.mds").read_bytes())
+    put(data, offset(data, 4) + 4 * column, 4 + difference)
+    (out / "shard.00000.mds").write_bytes(data)
+    reader = opened(out)
+    with pytest.raises(DamagedShardError, match="sample 4 can't be decoded"):
+        reader[4]
+    with pytest.raises(DamagedShardError, match="sample 4 can't be decoded"):
+        list(reader.samples(range(20)))
+    reader.close()
+
+
+def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
+    """A column that would end behind its sample is named, before anything is made of bytes that are not its own."""
+    samples = [{"a": {"k": 1}, "b": b"b"}] * 3
+    out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)
+    data = bytearray((out / "shard.00000.mds").read_bytes())
+    put(data, offset(data, 1), 60)
+    (out / "shard.00000.mds").write_bytes(data)
+    reader = opened(out, allow_unsafe_types=True)
+    with pytest.raises(DamagedShardError, match="column 'a' ends at byte"):
+        reader[1]
+    reader.close()
+
+
 def test_a_value_that_can_not_be_decoded_names_its_sample(tmp_path: Path) -> None:
     """Bytes that are no text of UTF-8 are a damaged shard, not a decoding error from nowhere."""
-    out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": b"\xff"}] * 2 + [{"s": "x"}] * 5)
+    out = write(MDSWriter, tmp_path / "out", {"s": "str"}, [{"s": b"\xff"}] * 2 + [{"s": "x"}] * 18)
     reader = opened(out)
     with pytest.raises(DamagedShardError, match=r"sample 0 can't be decoded \(.*utf-8"):
-        list(reader.samples(range(7)))
+        list(reader.samples(range(20)))
     with pytest.raises(DamagedShardError, match="sample 1 can't be decoded"):
         reader[1]
     assert reader[2] == {"s": "x"}
@@ -259,9 +309,9 @@ def test_any_flipped_byte_gives_samples_or_the_right_error(tmp_path: Path) -> No
 
 def test_a_fixed_column_whose_index_has_no_size_is_read_by_its_length(tmp_path: Path) -> None:
     """A size of null or 0 in an index means that each sample says it, whatever the encoding."""
-    samples = [{"a": struct.pack("<q", i), "b": "x"} for i in range(9)]
+    samples = [{"a": struct.pack("<q", i), "b": "x"} for i in range(20)]
     out = write(MDSWriter, tmp_path / "out", {"a": "bytes", "b": "str"}, samples)
     index = (out / "index.json").read_text().replace('["bytes", "str"]', '["int", "str"]')
     for size in ("null", "0"):
         (out / "index.json").write_text(index.replace("[null, null]", f"[{size}, null]"))
-        assert read(out) == [{"a": i, "b": "x"} for i in range(9)]
+        assert read(out) == [{"a": i, "b": "x"} for i in range(20)]

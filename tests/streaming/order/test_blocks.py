@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -67,6 +69,22 @@ def test_the_default_order_never_changes() -> None:
 FIXED = [8, 12, 5, 13, 7, 10, 4, 11, 6, 2, 9, 1, 3, 0]
 
 
+def test_the_default_order_of_parts_and_slices_never_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for samples that are drawn from a shard, and where blocks are read in slices."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_SAMPLES", 6)
+    order = epoch_order([[9, 5], [7]], epoch=1, seed=3, shuffle=True, chosen=[8, 10])
+    assert ids_of(order) == FIXED_PARTS
+
+
+FIXED_PARTS = [19, 18, 9, 15, 20, 7, 8, 15, 17, 14, 11, 1, 20, 17, 16, 12, 6, 2]
+
+
+def test_samples_drawn_from_a_shard_come_in_its_order_without_shuffle() -> None:
+    """As all samples do."""
+    ids = ids_of(epoch_order([[50]], epoch=0, chosen=[20]))
+    assert ids == sorted(ids)
+
+
 @pytest.mark.parametrize("position", [0, 900_000_000, 999_999_744])
 def test_a_billion_samples_cost_a_list_of_shards_and_a_block(position: int) -> None:
     """Making the order and reading the first batch anywhere takes no memory that grows with the number of samples."""
@@ -103,6 +121,33 @@ def test_every_sample_comes_once_in_slices_too(
     with mock.patch.object(blocks, "MAX_BLOCK_SAMPLES", most):
         order = epoch_order(sizes, epoch=0, shuffle=True, num_canonical_nodes=rows, block_size=block_size)
         assert sorted(ids_of(order)) == list(range(sum(map(sum, sizes))))
+
+
+def test_an_order_is_freed_at_once_with_its_blocks() -> None:
+    """No cycle of references keeps the blocks of past epochs until somebody collects garbage."""
+    order = epoch_order([[100] * 40, [50]], epoch=0, shuffle=True, chosen=[4000, 20])
+    ids_of(order)
+    alive = weakref.ref(order)
+    gc.disable()
+    try:
+        del order
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_reading_on_makes_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the rows of many canonical nodes are read side by side, and a thread looks ahead."""
+    made: list[int] = []
+    drawn = blocks.permutation
+    monkeypatch.setattr(blocks, "permutation", lambda key, count: made.append(key) or drawn(key, count))
+    order = epoch_order([[20] * 320], epoch=0, shuffle=True, num_canonical_nodes=8)
+    made.clear()
+    for position in range(0, 6400, 40):
+        order.sample_ids(np.arange(position, position + 40))
+        ahead = min(position + 1200, 6400 - 40)
+        order.sample_ids(np.arange(ahead, ahead + 40))
+    assert len(made) == len(set(made)) == 40
 
 
 def test_shards_are_read_block_by_block() -> None:

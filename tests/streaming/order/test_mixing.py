@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lightning_faulttolerant.streaming.order import Weight, epoch_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
 from lightning_faulttolerant.streaming.order.resampling import samples_of_shards
 from tests.foreign import mosaic
+from tests.streaming.order.theirs import Theirs, their_streams
 
 shards = st.lists(st.integers(1, 12), min_size=1, max_size=8)
-
-
-def their_streams(weights: list[Weight], sizes: list[list[int]], epoch_size: int | None, seed: int) -> tuple[Any, int]:
-    """The original's streams, with the weights that it derives, and its epoch size."""
-    of_streams = mosaic().Stream
-    streams = [
-        of_streams(local="/nowhere", proportion=weight.proportion, repeat=weight.repeat, choose=weight.choose)
-        for weight in weights
-    ]
-    samples = np.array([sum(of_stream) for of_stream in sizes])
-    return streams, of_streams.apply_weights(streams, samples, epoch_size, seed)
-
-
-class Theirs:
-    """As much of the original's data set as its resampling reads."""
-
-    def __init__(self, sizes: list[list[int]], streams: Any, method: str, granularity: int, seed: int) -> None:
-        counts = [len(of_stream) for of_stream in sizes]
-        self.streams, self.num_streams = streams, len(streams)
-        self.shards_per_stream = np.array(counts)
-        self.shard_offset_per_stream = np.cumsum(counts) - counts
-        self.samples_per_shard = np.concatenate(sizes)
-        self.sample_offset_per_shard = np.cumsum(self.samples_per_shard) - self.samples_per_shard
-        self.sampling_method, self.sampling_granularity, self.shuffle_seed = method, granularity, seed
-
-    def resampled(self, epoch: int, *, shuffle: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of each unit, and all ids."""
-        self.epoch_seed_change = shuffle and self.sampling_method == "balanced"
-        found: tuple[np.ndarray, np.ndarray] = mosaic().StreamingDataset.resample_streams(self, epoch)
-        return found
 
 
 def weights_of(kind: str, numbers: list[float]) -> list[Weight]:
@@ -110,6 +80,8 @@ def test_a_mix_has_the_samples_of_the_original_in_its_order(
     chosen=st.integers(1, 100),
     granularity=st.integers(1, 5),
 )
+@example(sizes=[0, 7, 5], chosen=11, granularity=3)
+@example(sizes=[7, 0, 5], chosen=11, granularity=3)
 def test_samples_of_shards_are_those_of_the_original(sizes: list[int], chosen: int, granularity: int) -> None:
     """Empty shards and all, whatever is taken at a time."""
     wanted = mosaic("streaming.base.sampling").get_sampling(np.array(sizes), chosen, granularity, 3, 1, True)
@@ -172,6 +144,19 @@ def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
     assert read(0, shuffle=True, method="balanced") != read(1, shuffle=True, method="balanced")
     assert read(0, shuffle=True, method="fixed") == read(1, shuffle=True, method="fixed")
     assert read(0, shuffle=False, method="balanced") == read(1, shuffle=False, method="balanced")
+
+
+def test_which_shards_have_a_sample_more_is_drawn() -> None:
+    """Over the epochs each of them has, as often as the others; and for an epoch it never changes."""
+    found = [chosen_of_shards(np.full(5, 10), 2, granularity=1, draw=(1, epoch), stream=0) for epoch in range(200)]
+    assert found[7].tolist() == SHARES
+    times = np.sum(found, axis=0)
+    assert times.min() > 60  # 80 on average
+    pairs = Counter(tuple(np.flatnonzero(of_shard).tolist()) for of_shard in found)
+    assert len(pairs) == 10
+
+
+SHARES = [1, 0, 1, 0, 0]
 
 
 def test_a_grain_keeps_the_number_of_shards_small() -> None:

@@ -93,6 +93,17 @@ def test_a_plan_is_that_of_the_original_with_its_repeats_and_padding(
 
 
 @pytest.mark.parametrize(
+    ("num_samples", "rows", "world"),
+    [(2, 2, (4, 1, 1)), (4, 4, (4, 2, 1)), (3, 6, (2, 2, 1)), (1, 4, (2, 2, 2)), (3, 3, (1, 5, 1)), (8, 2, (4, 3, 2))],
+)
+def test_too_few_samples_are_repeated_as_by_the_original(
+    num_samples: int, rows: int, world: tuple[int, int, int]
+) -> None:
+    """As many samples as canonical nodes or fewer, or fewer than ranks: each rank has the samples it has there."""
+    assert (ours(num_samples, rows, world, 2, 0) == theirs(num_samples, rows, world, 2, 0)).all()
+
+
+@pytest.mark.parametrize(
     ("rows", "initial", "world", "batch_size"),
     [(2, 2, (3, 2, 2), 4), (4, 4, (3, 1, 1), 8), (1, 4, (1, 2, 3), 8), (6, 2, (4, 1, 2), 6), (3, 3, (2, 2, 1), 3)],
 )

@@ -1,0 +1,295 @@
+"""Shards are there before they are needed; what goes wrong is raised where they are; and nothing is left running."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.errors import CacheLimitError, DamagedShardError, MissingShardError, ShardError
+from lightning_faulttolerant.streaming.cache import CacheLimit, Need, Prefetcher, prefetcher
+from lightning_faulttolerant.testing.processes import fork_and_run
+from tests.streaming.cache.children import child, held_by_a_thread, wait_for
+from tests.streaming.cache.remotes import HASH, Data, assert_tidy, cache_of, flaky, make_data, web, write
+
+
+def needs(num_shards: int, *, step: int = 10) -> Iterator[Need]:
+    """Shards 0, 1, 2, ... of one stream, every `step` samples one."""
+    return (Need(number * step, 0, number) for number in range(num_shards))
+
+
+def threads() -> list[threading.Thread]:
+    """The threads of all prefetchers."""
+    return [thread for thread in threading.enumerate() if thread.name == "shard-prefetch"]
+
+
+def here(data: Data, directory: Path) -> list[int]:
+    """The numbers of the shards that are in a directory."""
+    return [number for number, info in enumerate(data.infos) if (directory / info.files[0].basename).exists()]
+
+
+def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
+    """As the reader goes on, the shards of the next samples come, and no others."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote)
+        with Prefetcher([cache], needs(8), predownload=20) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1, 2])
+            time.sleep(0.05)
+            assert here(data, tmp_path) == [0, 1, 2]
+            assert cache.is_held(0)
+            assert ahead.wait(0, 0) == str(tmp_path)
+            assert not cache.is_held(0)
+            ahead.advance(9)
+            ahead.advance(10)
+            wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3])
+            ahead.advance(70)
+            wait_for(lambda: here(data, tmp_path) == list(range(8)))
+        assert sorted(faults.asked) == sorted(data.stored)
+    assert threads() == []
+
+
+def test_what_is_not_there_in_time_is_waited_for(tmp_path: Path) -> None:
+    """A reader that is faster than the downloads gets each shard whole, and none is downloaded twice."""
+    data = make_data(6)
+    with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote)
+        with Prefetcher([cache], needs(6), predownload=100) as ahead:
+            for number, info in enumerate(data.infos):
+                path = Path(ahead.wait(0, number), info.files[0].basename)
+                assert path.read_bytes() == data.raw[info.files[0].basename]
+        assert sorted(faults.asked) == sorted(data.stored)
+    assert_tidy(tmp_path)
+
+
+def test_a_shard_that_is_not_in_the_plan_is_fetched_too(tmp_path: Path) -> None:
+    """Who asks for something else gets it, and so does who asks after the end."""
+    data = make_data(3)
+    with flaky(data.files) as (remote, _):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(0), predownload=10)
+        ahead.wait(0, 2)
+        ahead.close()
+        ahead.wait(0, 1)
+    assert here(data, tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("missing", MissingShardError), ("flip", DamagedShardError)])
+def test_an_error_is_raised_at_its_shard(tmp_path: Path, fault: str, kind: type[Exception]) -> None:
+    """What went wrong in the background is raised where that shard is needed, after all shards before it; no end."""
+    data = make_data(6)
+    num_attempts = 1 if fault == "missing" else 3
+    with flaky(data.files, {"shard.00003.mds": [fault] * num_attempts}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote, validate_hash=HASH)
+        with Prefetcher([cache], needs(6), predownload=100) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 4, 5])
+            wait_for(lambda: not cache.is_held(3))
+            for number in (0, 1, 2):
+                ahead.wait(0, number)
+            with pytest.raises(kind, match=r"Shard 3 "):
+                ahead.wait(0, 3)
+            assert faults.asked.count("shard.00003.mds") == num_attempts
+            ahead.wait(0, 3)  # it is there now
+            ahead.wait(0, 5)
+
+
+def test_an_error_to_come_is_waited_for(tmp_path: Path) -> None:
+    """Who needs a shard that is being fetched gets the error of that, and does not begin all the attempts again."""
+    data = make_data(3)
+    with flaky(data.files, {"shard.00000.mds": ["hang"] * 9}) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote, download_timeout=0.2, download_retry=0)
+        with Prefetcher([cache], needs(1), predownload=100) as ahead:
+            wait_for(lambda: faults.asked)
+            with pytest.raises(ShardError, match=r"Shard 0 .*1 attempt"):
+                ahead.wait(0, 0)
+            assert faults.asked == ["shard.00000.mds"]
+
+
+def test_an_error_of_the_plan_is_raised(tmp_path: Path) -> None:
+    """A plan that can't be made is no end of the epoch."""
+
+    def broken() -> Iterator[Need]:
+        yield Need(0, 0, 0)
+        raise ZeroDivisionError("the plan")
+
+    data = make_data(3)
+    with flaky(data.files) as (remote, _):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote)], broken(), predownload=10)
+        wait_for(lambda: not any(thread.is_alive() for thread in threads()))
+        with pytest.raises(ZeroDivisionError, match="the plan"):
+            ahead.wait(0, 1)
+        ahead.close()
+
+
+def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
+    """Without a remote there is no thread."""
+    data = make_data(3)
+    write(tmp_path, data.files)
+    with Prefetcher([cache_of(data, tmp_path, None)], needs(3), predownload=10) as ahead:
+        assert threads() == []
+        assert ahead.wait(0, 2) == str(tmp_path)
+
+
+def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
+    """A download that hangs, or the pause before the next attempt, keeps no one from the end."""
+    data = make_data(4)
+    kinds = {"shard.00000.mds": ["hang"] * 9, "shard.00001.mds": ["hang"] * 9}
+    with web(data.stored, kinds) as (remote, faults):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=100)
+        wait_for(lambda: len(faults.asked) == 2)
+        ahead.close()
+        assert threads() == []
+        assert_tidy(tmp_path)
+
+
+def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
+    """When its owner is garbage its threads end, also those that wait for their turn."""
+    data = make_data(4)
+    with flaky(data.files) as (remote, _):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
+        wait_for(lambda: here(data, tmp_path) == [0])
+        assert len(threads()) == 2
+        del ahead
+        gc.collect()
+        wait_for(lambda: threads() == [])
+
+
+def test_a_forked_child_fetches_for_itself(tmp_path: Path) -> None:
+    """A prefetcher that comes with a fork has no threads, and blocks nobody: not when used, nor when closed."""
+    data = make_data(4)
+    with web(data.stored, {"shard.00000.mds": ["hang"]}) as (remote, faults):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote, download_timeout=9)], needs(4), predownload=0)
+        wait_for(lambda: faults.asked)
+
+        def worker() -> None:
+            ahead.advance(100)
+            ahead.wait(0, 2)
+            ahead.close()
+
+        with held_by_a_thread(ahead._work._changed, ahead._work.stop._cond), child(worker) as process:
+            assert process.wait() == 0
+        ahead.close()
+    assert here(data, tmp_path) == [2]
+
+
+def test_a_worker_whose_parent_is_gone_stops_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a worker end when the process that started it does not live any more."""
+    monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 0.01)
+    data = make_data(4)
+    with flaky(data.files) as (remote, _):
+        ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
+        wait_for(lambda: here(data, tmp_path) == [0])
+        monkeypatch.setattr(prefetcher, "_is_orphan", lambda: True)
+        wait_for(lambda: threads() == [])
+        ahead.close()
+
+
+def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
+    """A thread that is stuck in a client keeps no process from its end."""
+    data = make_data(3)
+
+    def main() -> None:
+        with flaky(data.files, {"shard.00000.mds": ["hang"] * 9, "shard.00001.mds": ["hang"] * 9}) as (remote, faults):
+            Prefetcher([cache_of(data, tmp_path, remote)], needs(3), predownload=100)
+            ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(3), predownload=100)
+            wait_for(lambda: faults.asked)
+            del ahead
+            threading._shutdown()  # what Python waits for at its end
+
+    process_id = fork_and_run(main, output=tmp_path / "output.txt", seed=1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("num_readers", "num_ahead"), [(1, 3), (3, 1), (50, 1)])
+def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
+    tmp_path: Path, num_readers: int, num_ahead: int
+) -> None:
+    """Half the limit, divided among the readers, is fetched ahead; the rest comes as the reader goes on, once each."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(6000))
+        with Prefetcher([cache], needs(8), predownload=1000, num_readers=num_readers) as ahead:
+            wait_for(lambda: len(here(data, tmp_path)) == num_ahead)
+            time.sleep(0.1)
+            assert here(data, tmp_path) == list(range(num_ahead))
+            for number in range(8):
+                ahead.advance(10 * number)
+                ahead.wait(0, number)
+                assert len(here(data, tmp_path)) <= 6
+                assert number in here(data, tmp_path)
+        assert sorted(faults.asked) == sorted(data.stored)
+
+
+def test_what_is_needed_next_is_not_evicted_for_what_is_needed_later(tmp_path: Path) -> None:
+    """Shards that were fetched ahead stay until the reader has them, though others were used after them."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
+        with Prefetcher([cache], needs(2), predownload=1000) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1])
+            for number in (4, 5, 6, 7):
+                ahead.wait(0, number)
+                assert {0, 1, number} <= set(here(data, tmp_path))
+
+
+def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Path) -> None:
+    """What the reader passes without waiting for it makes room for what comes next."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(4000))
+        with Prefetcher([cache], needs(8), predownload=1000) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1])
+            ahead.advance(15)
+            wait_for(lambda: 3 in here(data, tmp_path))
+
+
+def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
+    """A shard outside the plan finds room although what was fetched ahead fills the cache."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
+        with Prefetcher([cache], needs(3), predownload=1000) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0])
+            cache.fetch(5)
+            cache.hold(5)
+            ahead.wait(0, 7)
+            assert here(data, tmp_path) == [5, 7]
+
+
+def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> None:
+    """A reader that holds all that fits learns it at the next shard, and does not wait for ever."""
+    data = make_data(8)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
+        with Prefetcher([cache], needs(8), predownload=1000) as ahead:
+            for number in (0, 1):
+                ahead.wait(0, number)
+                cache.hold(number)
+            with pytest.raises(CacheLimitError, match="2000"):
+                ahead.wait(0, 2)
+
+
+def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -> None:
+    """A process that is killed while it fetches ahead keeps nobody from going on."""
+    data = make_data(6)
+
+    def read() -> None:
+        with Prefetcher([cache_of(data, tmp_path, remote)], needs(6), predownload=100):
+            time.sleep(60)
+
+    kinds = {"shard.00004.mds": ["hang"], "shard.00005.mds": ["hang"]}
+    with web(data.stored, kinds) as (remote, faults):
+        with child(read) as reader:
+            wait_for(lambda: len(faults.asked) == 6)
+            os.kill(reader.process_id, signal.SIGKILL)
+        cache = cache_of(data, tmp_path, remote)
+        with Prefetcher([cache], needs(6), predownload=100) as ahead:
+            for number in range(6):
+                ahead.wait(0, number)
+        assert len(faults.asked) == 8
+    assert_tidy(tmp_path)
