@@ -77,12 +77,18 @@ def speeds(served: list[Served], places: Mapping[str, Path], data: Data, *, roun
 
 
 def first_batches(
-    served: list[Served], places: Mapping[str, Path], data: Data, *, rounds: int, cold: bool
+    served: list[Served],
+    places: Mapping[str, Path],
+    data: Data,
+    *,
+    rounds: int,
+    positions: tuple[float, ...],
+    cold: bool,
 ) -> list[dict[str, Any]]:
     """Return the seconds to the first batch, by workers and position, and how many shards had been fetched by then."""
     cases = []
     for num_workers in WORKERS:
-        for at in COLD if cold else POSITIONS:
+        for at in positions:
             fetched: Found = {each.name: [] for each in served}
 
             def ask(each: Served, num_workers: int = num_workers, at: float = at, fetched: Found = fetched) -> float:
@@ -113,14 +119,22 @@ def _print(name: str, case: Mapping[str, Any], form: str) -> None:
     print(f"{name:44} {medians} | {ratios} {case.get('fetched', '')}", flush=True)
 
 
-def measure(names: list[str], directory: Path, *, data: list[Data], rounds: int, seconds: float) -> dict[str, Any]:
+def measure(
+    names: list[str],
+    directory: Path,
+    *,
+    data: list[Data],
+    rounds: int,
+    seconds: float,
+    positions: tuple[float, ...] = POSITIONS,
+) -> dict[str, Any]:
     """Write the data sets, then measure all."""
     served = [Served(name, directory) for name in names]
     try:
         kinds: dict[str, Callable[..., Any]] = {
             "speed": partial(speeds, seconds=seconds),
-            "warm": partial(first_batches, cold=False),
-            "cold": partial(first_batches, cold=True),
+            "warm": partial(first_batches, positions=positions, cold=False),
+            "cold": partial(first_batches, positions=COLD, cold=True),
         }
         cases: dict[str, Any] = {}
         loads = []
@@ -162,8 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--library", action="append", choices=LIBRARIES, help="only this one; may be given several times"
     )
     parser.add_argument("--data", action="append", choices=DATA, help="only this one; may be given several times")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each (default: 9)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a measurement (default: 1)")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7)")
+    parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement (default: 0.7)")
     parser.add_argument("--quick", action="store_true", help="few samples, one round: figures mean nothing")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
@@ -178,6 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
             data=data,
             rounds=options.rounds,
             seconds=options.seconds,
+            positions=COLD if options.quick else POSITIONS,
         )
     if options.output is not None:
         options.output.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")

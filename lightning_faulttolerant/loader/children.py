@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 
 @contextlib.contextmanager
@@ -19,3 +22,21 @@ def default_sigchld() -> Iterator[None]:
     finally:
         if handler is not None:
             signal.signal(signal.SIGCHLD, handler)
+
+
+def end_children(process_ids: Sequence[int], *, timeout_seconds: float) -> None:
+    """End those children of these process ids that are still there: those that don't end within the time are killed."""
+    children = {child.pid: child for child in multiprocessing.active_children()}
+    found = [children[process_id] for process_id in process_ids if process_id in children]
+    if not found:
+        return
+    # torch's handler of SIGCHLD raises in the main process when a worker is killed.
+    with default_sigchld():
+        for child in found:
+            child.terminate()
+        deadline = time.monotonic() + timeout_seconds
+        for child in found:
+            child.join(max(0.0, deadline - time.monotonic()))
+            if child.is_alive() and child.pid is not None:
+                os.kill(child.pid, signal.SIGKILL)
+                child.join(timeout_seconds)

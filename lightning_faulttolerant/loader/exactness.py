@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
 
@@ -55,6 +56,8 @@ def why_not_exact(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
+    if (reason := why_foreign_not_followed(loader)) is not None:
+        return reason
     if keeps_own_position(loader):
         reason = why_not_followed(loader)
         if reason is not None:

@@ -23,6 +23,7 @@ from lightning_faulttolerant.loader.indices import pack_indices
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.skipping import rest_of
+from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
 
@@ -40,6 +41,7 @@ class IndexSide:
         is_endless: Whether it is torch's for an iterable data set, which gives no indices.
         seeds: Where samples are seeded one by one: what their seeds follow from.
         is_batched: Whether an index batch holds the indices of several samples.
+        streamed: What says how the samples of a streaming data set come to ranks.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class IndexSide:
         is_endless: bool = False,
         seeds: SampleSeeds | None = None,
         is_batched: bool = True,
+        streamed: StreamedEpochs | None = None,
     ) -> None:
         self.seeds = seeds
+        self.streamed = streamed
         self.is_batched = is_batched
         self.has_other_workers = False
         """Whether the run had another number of workers before a resume."""
@@ -89,6 +93,8 @@ class IndexSide:
 
     def current_share(self) -> Share | None:
         """Return how the samples come to this rank, or ``None`` if that is not known."""
+        if self.streamed is not None:
+            return self.streamed.share(rank=self.global_rank, num_ranks=self.num_ranks)
         return share_of(self._sampler, rank=self.global_rank, num_ranks=self.num_ranks)
 
     def begin(self, plan: IndexPlan | None, *, new_workers: bool) -> None:
@@ -204,12 +210,14 @@ class IndexSide:
         assert deal is not None
         record.start, record.first, record.deal, record.order = plan.start, plan.first, deal, deal.order
         record.handed_out, record.num_samples = plan.position, plan.num_samples
-        return deal.batches(skip=plan.position - deal.first_batch)
+        return iter(self._sampler) if self.is_endless else deal.batches(skip=plan.position - deal.first_batch)
 
     def _order(self) -> GlobalOrder | None:
         record = self.record
         if record.share is None or record.first is None:
             return None
+        if self.streamed is not None:
+            return self.streamed.order()
         held = list(record.first.held.values())
         if generators_of(self._sampler) and not held:
             return None

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, Sampler
 
+from lightning_faulttolerant.loader.foreign import library_of
+
 Values = Mapping[str, int | str]
 
 _MAX_VALUES = 256
@@ -20,6 +22,8 @@ def plain_values(dataset: Any) -> dict[str, int | str]:
     Fractions are more often a clock than a place. What was told by ``set_epoch`` is left out.
     """
     values: dict[str, int | str] = {}
+    if library_of(dataset) is not None:  # its epochs are kept
+        return values
     for name, value in _walk(dataset, "", _DEPTH):
         if len(values) == _MAX_VALUES:
             break

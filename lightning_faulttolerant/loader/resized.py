@@ -34,7 +34,7 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
     first = states[0]
     if "record" not in first:
         raise NotExactError("it keeps a position of its own, which is that of one rank")
-    if "iterable" in first:
+    if "iterable" in first and not is_dealt_stream(first):
         raise NotExactError("an iterable data set says itself, on each rank, which samples come next")
     if DEAL in first:  # nothing was consumed since another resume
         return dict(first)
@@ -51,18 +51,36 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
     if len({state["consumed"] for state in states}) > 1:
         raise NotExactError(f"its ranks have consumed {[state['consumed'] for state in states]} batches, not as many")
     seeded = {"per_sample": first["per_sample"]} if "per_sample" in first else {}
-    rest = _rest(record, first["consumed"], num_left)
+    rest = _rest(record, first["consumed"], num_left, begin=_begin_of(first))
+    if "iterable" in first:
+        if rest["begin"] >= rest["end"]:
+            raise NotExactError("nothing is left of the epoch in progress of its StreamingDataset")
+        [place] = first["streams"]
+        return {**between(first), "streams": [{**place, "sample": rest["begin"]}], DEAL: rest}
     return {"consumed": None, "drop": 0, "record": None, "workers": None, **seeded, DEAL: rest}
 
 
-def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None) -> dict[str, Any]:
+def is_dealt_stream(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is that of a streaming data set of ours that any number of ranks can go on with."""
+    return len(state.get("streams", ())) == 1 and state.get("is_dealt", False)
+
+
+def _begin_of(state: Mapping[str, Any]) -> int:
+    """Return how many samples of the epoch were consumed before its iteration was begun."""
+    streams = state.get("streams") or [{"sample": 0}]
+    sample: int = streams[0]["sample"]
+    return sample
+
+
+def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None, *, begin: int) -> dict[str, Any]:
     order, share = GlobalOrder(**record["order"]), Share(**record["share"])
     if record.get(DEAL) is None:
-        deal = Deal(order=order, begin=0, end=order.length, share=share)
+        end, num_of_loader = order.length, share.num_batches(order.length - begin) - consumed
+        begin = min(end, begin + consumed * share.samples_at_once)
     else:
         deal = Deal.from_state_dict(record[DEAL])
-    begin, end = deal.consumed_before(consumed), deal.end
-    num_of_loader = deal.first_batch + deal.num_batches - consumed
+        begin, end = deal.consumed_before(consumed), deal.end
+        num_of_loader = deal.first_batch + deal.num_batches - consumed
     if num_left is not None and num_left < num_of_loader:
         end = min(end, begin + int(num_left) * share.samples_at_once)
     return {"order": asdict(order), "begin": begin, "end": end}
@@ -71,6 +89,9 @@ def _rest(record: Mapping[str, Any], consumed: int, num_left: float | None) -> d
 def between(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state from which any number of ranks begin the next iteration, or the one that nobody has begun."""
     found = {"consumed": None, "drop": 0, "record": None, "workers": None}
+    if "iterable" in state:
+        kept = {name: state[name] for name in ("streams", "is_dealt")}
+        return {**found, **kept, "iterable": {"epoch": state["iterable"]["epoch"], "position": None}}
     if "per_sample" not in state:
         return found
     is_in_iteration = state["consumed"] is not None
@@ -94,7 +115,8 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
             " others never. Let Lightning put its own distributed sampler in (use_distributed_sampler=True, no sampler"
             " of your own), or go on with as many ranks as before."
         )
-    now = len(loader.dataset)  # type: ignore[arg-type]  # torch's samplers need its length
+    # torch's samplers need its length
+    now = len(loader.dataset) if side.streamed is None else side.streamed.order().length  # type: ignore[arg-type]
     if now != order.length:
         raise FingerprintMismatchError(
             f"The epoch in progress has {order.length} samples, and the data set now {now}. Its rest can't be dealt. Go"
@@ -108,6 +130,8 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
 
 def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, Any]:
     """Return a state of which the workers are as many as those of `loader`, none of them with a state to go on from."""
+    if "iterable" in state:
+        return state_for_others([state], num_left=None)
     side.has_other_workers = True
     state = {**state, "num_workers": loader.num_workers}
     if state["consumed"] is None or state["record"] is None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.dealt import GlobalOrder, Share
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 from lightning_faulttolerant.streaming.ordering import Seeding
@@ -49,7 +50,24 @@ class StreamedEpochs:
         self._streams = streams_of(loader.dataset) if isinstance(loader.dataset, IterableDataset) else []
         self._is_told = is_streaming_loader(loader)
         self._is_direct = isinstance(loader.dataset, StreamingDataset)
+        self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self.is_dealt = self._is_direct and self._is_flat(loader)
+        """Whether what all ranks have consumed is the beginning of an order that any number of them can go on with."""
         self._begun: list[dict[str, Any]] = []
+
+    def _is_flat(self, loader: DataLoader[Any]) -> bool:
+        stream = self._streams[0]
+        if stream.replication or type(stream).__iter__ is not StreamingDataset.__iter__:
+            return False
+        return self._is_told or loader.num_workers <= 1 or stream.batch_size == (loader.batch_size or 1)
+
+    def share(self, *, rank: int, num_ranks: int) -> Share:
+        """Return how the samples come to a rank."""
+        return Share(rank=rank, num_ranks=num_ranks, batch_size=self._loader_batch_size, drop_last=self._drop_last)
+
+    def order(self) -> GlobalOrder:
+        """Return the order of an epoch: of its positions, which its data set itself makes samples of."""
+        return GlobalOrder(length=self._streams[0].num_positions, shuffles=False)
 
     def begin(self) -> None:
         """Note where the iteration begins that is being made now."""

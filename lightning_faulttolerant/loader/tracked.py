@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing
-import os
-import signal
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,8 +15,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.children import default_sigchld
+from lightning_faulttolerant.loader.children import end_children
 from lightning_faulttolerant.loader.dealt import Deal
+from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
@@ -79,6 +76,7 @@ class TrackedLoader:
         """The run over the loader that is under way."""
         self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
         is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
@@ -88,30 +86,35 @@ class TrackedLoader:
             is_endless=is_iterable,
             seeds=seeds,
             is_batched=loader.batch_sampler is not None,
+            streamed=self._streamed if self._streamed.is_dealt else None,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
-        self._streamed = StreamedEpochs(loader)
         self._start_position: Position | None = None
         self._num_iterations = 0
         self._collate: Callable[[Any], Any] = loader.collate_fn
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
-        self._worker_side: WorkerSide | None = None
         self._dataset = None if self.num_workers else stateful_dataset(loader)
         self._dataset_state: Any = None
+        self._worker_side: WorkerSide | None = None
         if self.num_workers:
-            self._worker_side = WorkerSide(
-                collate_fn=self._collate,
-                worker_init_fn=loader.worker_init_fn,
-                default_init=default_worker_init,
-                iterable=self.iterable,
-                leaves_rest=loader.batch_size is not None and not loader.drop_last,
-                has_state=stateful_dataset(loader) is not None,
-                per_sample=None if self._seeded is None else self._seeded.dataset,
-            )
+            self._worker_side = self._made_worker_side(loader, default_worker_init)
             slack = _SLACK_BYTES * (4 if is_iterable else 1)
             self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
         self._loader: weakref.ref[DataLoader[Any]] | None = None
+
+    def _made_worker_side(
+        self, loader: DataLoader[Any], default_worker_init: Callable[[int], None] | None
+    ) -> WorkerSide:
+        return WorkerSide(
+            collate_fn=self._collate,
+            worker_init_fn=loader.worker_init_fn,
+            default_init=default_worker_init,
+            iterable=self.iterable,
+            leaves_rest=loader.batch_size is not None and not loader.drop_last,
+            has_state=stateful_dataset(loader) is not None,
+            per_sample=None if self._seeded is None else self._seeded.dataset,
+        )
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -153,6 +156,11 @@ class TrackedLoader:
         return self._plan[0].deal if self._plan is not None else None
 
     @property
+    def can_be_resized(self) -> bool:
+        """Whether other workers, or other ranks, can go on in the order."""
+        return self.iterable is None or self._streamed.is_dealt
+
+    @property
     def num_handed_out(self) -> int:
         """How many index batches of the iteration that is under way were drawn so far."""
         return self.index_side.record.handed_out
@@ -175,6 +183,7 @@ class TrackedLoader:
         if self.is_held_back():
             self._is_asked = False
             self._streamed.take_back()
+            self._foreign.take_back(self.loader)
             return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
@@ -240,6 +249,7 @@ class TrackedLoader:
             self._make_ring(states)
         self._num_iterations += 1
         self._streamed.begin()
+        self._foreign.begin(self.loader)
         if self.iterable is not None:
             self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
             if not self.num_workers:
@@ -289,7 +299,9 @@ class TrackedLoader:
             return copy.deepcopy(self._unused_state)
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
-        return {**self._state(consumed, iteration), "samplers": self.index_side.own_progress(), "streams": streams}
+        more = {"samplers": self.index_side.own_progress(), "streams": streams, "is_dealt": self._streamed.is_dealt}
+        more["foreign"] = self._foreign.state_dict(self.loader, in_iteration=in_iteration)
+        return {**self._state(consumed, iteration), **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
         if iteration is None:
@@ -344,11 +356,12 @@ class TrackedLoader:
         if self._seeded is not None:
             self._seeded.load_state_dict(state_dict)
         had_workers = state_dict.get("num_workers", self.num_workers)
-        if had_workers != self.num_workers and self.iterable is None:
+        if had_workers != self.num_workers and self.can_be_resized:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         self._streamed.load_state_dict(state_dict.get("streams", ()))
+        self._foreign.load_state_dict(state_dict.get("foreign", {}), self.loader)
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
@@ -381,18 +394,4 @@ class TrackedLoader:
 
     def close_workers(self, *, timeout_seconds: float = 0.5) -> None:
         """End the workers that are still there: those that don't follow a request within the time are killed."""
-        process_ids = self._close_rings()
-        children = {child.pid: child for child in multiprocessing.active_children()}
-        workers = [children[process_id] for process_id in process_ids if process_id in children]
-        if not workers:
-            return
-        # torch's handler of SIGCHLD raises in the main process when a worker is killed.
-        with default_sigchld():
-            for worker in workers:
-                worker.terminate()
-            deadline = time.monotonic() + timeout_seconds
-            for worker in workers:
-                worker.join(max(0.0, deadline - time.monotonic()))
-                if worker.is_alive() and worker.pid is not None:
-                    os.kill(worker.pid, signal.SIGKILL)
-                    worker.join(timeout_seconds)
+        end_children(self._close_rings(), timeout_seconds=timeout_seconds)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.foreign import is_loader_of
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 
 _log = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ def keeps_own_position(loader: object) -> bool:
 
 
 def is_resumable(loader: object) -> bool:
-    """Return whether `loader` is one of ours, with a state of ours: it is followed as any other loader."""
+    """Return whether `loader` is one of ours, or a streaming one, with a state: it is followed as any other loader."""
     return isinstance(loader, DataLoader) and _is_ours(type(loader))
 
 
 def _is_ours(user_class: type) -> bool:
-    return hasattr(user_class, RESUMABLE) or issubclass(user_class, StreamingDataLoader)
+    return hasattr(user_class, RESUMABLE) or issubclass(user_class, StreamingDataLoader) or is_loader_of(user_class)
 
 
 def _maker(user_class: type) -> type:

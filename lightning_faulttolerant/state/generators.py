@@ -29,7 +29,7 @@ _OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pyt
 # What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
 # A streaming data set knows each of its shards, and draws from no generator that it keeps.
 _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
-_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader",
+_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
 # Nobody keeps generators among so many items; walking them would take seconds at each autosave.

@@ -17,9 +17,9 @@ from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
 from lightning_faulttolerant.streaming.opening import open_streams
-from lightning_faulttolerant.streaming.order import Deal, EpochOrder
+from lightning_faulttolerant.streaming.order import Deal
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
-from lightning_faulttolerant.streaming.ordering import Ordering, Seeding
+from lightning_faulttolerant.streaming.ordering import Ordering, Readers, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
 from lightning_faulttolerant.streaming.shards import Ids, Shards, Wait
 from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
@@ -65,7 +65,9 @@ class StreamingDataset(IterableDataset[Any]):
         sampling_method: ``"balanced"`` or ``"fixed"``: of a stream that is read in part, whether each epoch draws
             other samples.
         sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
-        batching_method: ``"random"``: batches are mixed of all streams.
+        batching_method: ``"random"``: batches are mixed of all streams; ``"stratified"``: each has the same share of
+            each stream; ``"per_stream"``: each global batch is of one stream. The last two need `batch_size`, and an
+            equal global batch when a run goes on.
         partition_algo: Accepted; any number of ranks can read here.
         allow_unsafe_types: Read pickled columns, which run whatever code is in them.
         replication: How many ranks in a row get the same samples (tensor or sequence parallelism).
@@ -78,6 +80,10 @@ class StreamingDataset(IterableDataset[Any]):
     Example:
         >>> dataset = StreamingDataset("/data/train", shuffle=True, batch_size=32)  # doctest: +SKIP
     """
+
+    _channel: Channel | None = None
+    _unheard: Channel | None = None
+    _handed_world: HandedWorld | None = None
 
     def __init__(
         self,
@@ -107,14 +113,7 @@ class StreamingDataset(IterableDataset[Any]):
         replication: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if bool(streams) == (local is not None or remote is not None):
-            raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-        _check_counts(
-            batch_size=batch_size,
-            num_canonical_nodes=num_canonical_nodes,
-            predownload=predownload,
-            replication=replication,
-        )
+        _check_counts(batch_size=batch_size, predownload=predownload, replication=replication)
         defaults = {
             "split": split,
             "keep_zip": keep_zip,
@@ -123,7 +122,7 @@ class StreamingDataset(IterableDataset[Any]):
             "validate_hash": validate_hash,
             "storage_options": storage_options,
         }
-        given = streams or [Stream(local=_path(local), remote=_path(remote))]
+        given = _given(streams, local, remote)
         self.streams = tuple(stream.with_defaults(**defaults) for stream in given)
         self.batch_size = batch_size
         self.predownload = predownload
@@ -143,10 +142,9 @@ class StreamingDataset(IterableDataset[Any]):
             sampling_granularity=sampling_granularity,
             batching_method=batching_method,
         )
+        self._ordering.check_batches(batch_size)
         self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
         self._book = EpochBook(seeding)
-        self._channel: Channel | None = None
-        self._handed_world: HandedWorld | None = None
 
     @property
     def shuffle(self) -> bool:
@@ -169,14 +167,18 @@ class StreamingDataset(IterableDataset[Any]):
         return self._book.next_epoch
 
     @property
+    def num_positions(self) -> int:
+        """How many positions an epoch has, for all ranks together."""
+        return self._num_positions()
+
+    @property
     def book(self) -> EpochBook:
         """Where the epochs of this data set are kept."""
         return self._book
 
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
-        world = self._world()
-        return -(-self._num_positions(world) // world.num_ranks)
+        return -(-self._num_positions() // self._world().num_ranks)
 
     def __getitem__(self, at: Any) -> Any:
         """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
@@ -202,8 +204,9 @@ class StreamingDataset(IterableDataset[Any]):
         return Samples(plan=self._plan, read=self._read, note=self._note, start=start, world=world)
 
     def _begin(self) -> Start:
-        if self._channel is not None:
-            return self._channel.heard()
+        channel, self._unheard = self._channel or self._unheard, None
+        if channel is not None:
+            return channel.heard()
         if get_worker_info() is None:
             epoch, sample = self._book.begin(self._normal)
         else:
@@ -223,16 +226,17 @@ class StreamingDataset(IterableDataset[Any]):
         return Start(epoch=epoch, sample=sample, batch_size=batch_size, world=world)
 
     @contextlib.contextmanager
-    def told_by(self, channel: Channel) -> Iterator[None]:
+    def told_by(self, channel: Channel, *, is_read_here: bool) -> Iterator[None]:
         """Let iterations that are made meanwhile, and workers that are started, hear where they begin from a loader."""
-        self._channel = channel
+        # A derived class's __iter__ may be a generator, which begins at its first sample: in this process, afterwards.
+        self._channel, self._unheard = channel, channel if is_read_here else None
         try:
             yield
         finally:
             self._channel = None
 
-    def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
-        left = self._num_positions(self._world()) - sample
+    def _normal(self, epoch: int, sample: int, *, least: int = 1, readers: Readers | None = None) -> tuple[int, int]:
+        left = self._num_positions(readers) - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
@@ -241,7 +245,8 @@ class StreamingDataset(IterableDataset[Any]):
             self._book.note(start.epoch, start.sample, is_moved=True)
 
     def _plan(self, start: Start, world: World) -> Plan:
-        return Plan(self._order(start.epoch, world), self.deal(start, world), are_lent=start.are_lent)
+        order = self._ordering.of(start.epoch, self._book.seeding, Readers.of(world, start.batch_size or 1))
+        return Plan(order, self.deal(start, world), are_lent=start.are_lent)
 
     def deal(self, start: Start, world: World) -> Deal:
         """Return how what is left of an epoch is dealt to the readers.
@@ -249,20 +254,17 @@ class StreamingDataset(IterableDataset[Any]):
         Args:
             start: Where it begins.
             world: Who reads.
+
+        Raises:
+            ValueError: If the epoch can't be entered there with these batches.
         """
-        return Deal(
-            num_positions=self._num_positions(world),
-            start=start.sample,
-            world=world,
-            batch_size=start.batch_size or 1,
-            initial_nodes=self._ordering.initial_nodes(self._book.seeding, world.num_nodes),
-        )
+        return self._ordering.deal(start.sample, self._book.seeding, world, start.batch_size or 1)
 
-    def _num_positions(self, world: World) -> int:
-        return self._ordering.num_positions(self._book.seeding, world.num_nodes)
+    def _readers(self) -> Readers:
+        return Readers.of(self._world(), self.batch_size or 1)
 
-    def _order(self, epoch: int, world: World) -> EpochOrder:
-        return self._ordering.of(epoch, self._book.seeding, world)
+    def _num_positions(self, readers: Readers | None = None) -> int:
+        return self._ordering.num_positions(self._book.seeding, readers or self._readers())
 
     def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
         is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
@@ -321,16 +323,17 @@ class StreamingDataset(IterableDataset[Any]):
             sample: How many samples of it all ranks together have consumed.
             least: How many have to be left; with fewer it is the beginning of the next epoch.
         """
-        world, seeding = self._world(), self._book.seeding
-        epoch, sample = self._normal(epoch, sample, least=least)
+        readers, seeding = self._readers(), self._book.seeding
+        num_nodes = readers.world.num_nodes
+        epoch, sample = self._normal(epoch, sample, least=least, readers=readers)
         return {
             "epoch": epoch,
             "sample_in_epoch": sample,
             "shuffle_seed": seeding.seed,
-            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, world.num_nodes),
-            "initial_physical_nodes": seeding.initial_nodes or world.num_nodes,
+            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, num_nodes),
+            "initial_physical_nodes": seeding.initial_nodes or num_nodes,
             "version": VERSION,
-            "order": self._ordering.describe(),
+            "order": self._ordering.describe(readers),
             "fingerprint": dict(self._fingerprint),
         }
 
@@ -346,8 +349,9 @@ class StreamingDataset(IterableDataset[Any]):
             FingerprintMismatchError: If it was saved with other data, or in another order.
         """
         epoch, sample = checked_place(obj)
+        own = self._ordering.describe(self._readers())
         differing = differences(obj.get("fingerprint", {}), self._fingerprint, FINGERPRINT)
-        differing += differences(obj.get("order", {}), self._ordering.describe(), ORDER)
+        differing += differences(obj.get("order", {}), own, ORDER)
         if differing and strict:
             raise mismatch(differing)
         if differing:
@@ -357,7 +361,7 @@ class StreamingDataset(IterableDataset[Any]):
                 "The state does not say in which order it was saved, as one of the original library. This data set"
                 " shuffles by %r, so samples may be repeated or left out in this epoch. Pass shuffle_algo='py1e' (the"
                 " original's default), 'py1s', 'py1br', 'py2s' or 'naive': the one that the run began with.",
-                self._ordering.describe()["shuffle_algo"],
+                own["shuffle_algo"],
             )
         nodes = obj.get("initial_physical_nodes")
         seeding = Seeding(
@@ -374,7 +378,15 @@ class StreamingDataset(IterableDataset[Any]):
         return world.replicated(self.replication) if self.replication else world
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handed_world": HandedWorld.of_this_process()}
+        return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
+
+
+def _given(
+    streams: Sequence[Stream] | None, local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None
+) -> Sequence[Stream]:
+    if bool(streams) == (local is not None or remote is not None):
+        raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
+    return streams or [Stream(local=_path(local), remote=_path(remote))]
 
 
 def _path(path: str | os.PathLike[str] | None) -> str | None:

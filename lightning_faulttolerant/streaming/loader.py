@@ -67,7 +67,7 @@ class StreamingDataLoader(DataLoader[Any]):
         are_lent = self.collate_fn is collate and type(dataset).__iter__ is StreamingDataset.__iter__
         start = replace(start, are_lent=are_lent)
         self._channel.tell(start)
-        with dataset.told_by(self._channel):
+        with dataset.told_by(self._channel, is_read_here=not self.num_workers):
             batches = super().__iter__()
         self._batches = _Place(dataset, start, drop_last=self.drop_last)
         return batches, self._batches

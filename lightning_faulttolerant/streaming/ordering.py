@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lightning_faulttolerant.streaming.order import (
+    BATCHING_METHODS,
+    Deal,
     EpochOrder,
+    batched_deal,
+    batched_order,
     default_canonical_nodes,
     epoch_order,
     kept_nodes,
@@ -27,6 +31,7 @@ _THOUSANDS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
 _KEPT_ORDERS = 2  # an epoch that ends, and the next one
 
 WHAT = {
+    "batching": "batching_method and global batch size",
     "shuffle": "shuffle",
     "shuffle_algo": "shuffle_algo",
     "shuffle_block_size": "shuffle_block_size",
@@ -45,11 +50,37 @@ class Seeding:
         seed: Of the order.
         num_canonical_nodes: How many parts of the data are read side by side; ``None``: as the first run has nodes.
         initial_nodes: The number of nodes of the first run, where a state has said it.
+
+    Raises:
+        ValueError: If the number of parts is none.
     """
 
     seed: int
     num_canonical_nodes: int | None = None
     initial_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        parts = self.num_canonical_nodes
+        if parts is not None and (isinstance(parts, bool) or parts < 1):
+            raise ValueError(f"num_canonical_nodes must be a positive integer or None, not {parts!r}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readers:
+    """What of the readers an order may depend on.
+
+    Args:
+        world: Of their ranks; the same for each of them.
+        batch_size: Samples of one batch of one rank.
+    """
+
+    world: World = field(default_factory=World)
+    batch_size: int = 1
+
+    @classmethod
+    def of(cls, world: World, batch_size: int) -> Readers:
+        """Return those of which a reader of a world is one."""
+        return cls(world=World(num_ranks=world.num_ranks, ranks_per_node=world.ranks_per_node), batch_size=batch_size)
 
 
 class Ordering:
@@ -85,11 +116,9 @@ class Ordering:
         sampling_granularity: int,
         batching_method: str,
     ) -> None:
-        if batching_method != "random":
-            raise ValueError(
-                f"batching_method={batching_method!r} is not known here: batches are mixed of all streams ('random')."
-                " Make a data set and a loader for each stream if a batch must be of one."
-            )
+        if batching_method not in BATCHING_METHODS:
+            raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
+        self._batching = batching_method
         self.shuffle = shuffle
         self.algorithm = algorithm
         self._shard_sizes = [np.asarray(sizes, np.int64) for sizes in shard_sizes]
@@ -99,51 +128,99 @@ class Ordering:
         sizes = [int(of_stream.sum()) for of_stream in self._shard_sizes]
         weights = [stream.weight for stream in streams]
         self.shares = shares_of_streams(weights, sizes, epoch_size=_count(epoch_size), seed=seeding.seed)
-        self._orders: dict[tuple[int, Seeding, int], EpochOrder] = {}
-        self._made(0, seeding, 1, shuffle=shuffle and not self.is_original)  # says what is wrong with the arguments
+        self._digest = digest(self.shares.chosen)
+        self._orders: dict[tuple[int, Seeding, Readers], EpochOrder] = {}
+        if not self.is_batched:  # says what is wrong with the arguments
+            self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_orders": {}}
 
-    def of(self, epoch: int, seeding: Seeding, world: World) -> EpochOrder:
+    def of(self, epoch: int, seeding: Seeding, readers: Readers) -> EpochOrder:
         """Return the order of an epoch."""
-        key = (epoch, seeding, world.num_nodes)
+        key = (epoch, seeding, readers)
         if key not in self._orders:
             while len(self._orders) >= _KEPT_ORDERS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[key] = self._made(epoch, seeding, world.num_nodes, shuffle=self.shuffle)
+            self._orders[key] = self._made(epoch, seeding, readers, shuffle=self.shuffle)
         return self._orders[key]
 
-    def _made(self, epoch: int, seeding: Seeding, num_nodes: int, *, shuffle: bool) -> EpochOrder:
+    def _made(self, epoch: int, seeding: Seeding, readers: Readers, *, shuffle: bool) -> EpochOrder:
+        num_nodes = readers.world.num_nodes
+        options: dict[str, Any] = {
+            "epoch": epoch,
+            "seed": seeding.seed,
+            "shuffle": shuffle,
+            "algorithm": self.algorithm,
+            "block_size": self._block_size,
+            "num_canonical_nodes": self.num_canonical_nodes(seeding, num_nodes),
+            "sampling_method": self._method,
+            "sampling_granularity": self._granularity,
+        }
+        if self.is_batched:
+            return batched_order(
+                self._shard_sizes,
+                batching_method=self._batching,
+                shares=self.shares,
+                world=readers.world,
+                batch_size=readers.batch_size,
+                **options,
+            )
         return epoch_order(
             self._shard_sizes,
-            epoch=epoch,
-            seed=seeding.seed,
-            shuffle=shuffle,
-            algorithm=self.algorithm,
-            block_size=self._block_size,
-            num_canonical_nodes=self.num_canonical_nodes(seeding, num_nodes),
-            num_nodes=self.initial_nodes(seeding, num_nodes) or num_nodes,
+            num_nodes=self._initial_nodes(seeding, num_nodes) or num_nodes,
             chosen=self.shares.chosen,
-            sampling_method=self._method,
-            sampling_granularity=self._granularity,
+            **options,
         )
 
-    def num_positions(self, seeding: Seeding, num_nodes: int) -> int:
-        """Return how many positions every epoch has, without making its order."""
+    def num_positions(self, seeding: Seeding, readers: Readers) -> int:
+        """Return how many positions every epoch has; where that can be told without it, no order is made."""
+        if self.is_batched:
+            return self.of(0, seeding, readers).num_positions
         if not self.is_original:
             return self.shares.epoch_size
+        num_nodes = readers.world.num_nodes
         return PaddedRows(
             num_samples=self.shares.epoch_size,
             num_rows=self.num_canonical_nodes(seeding, num_nodes),
-            num_nodes=self.initial_nodes(seeding, num_nodes) or num_nodes,
+            num_nodes=self._initial_nodes(seeding, num_nodes) or num_nodes,
         ).num_positions
+
+    def deal(self, sample: int, seeding: Seeding, world: World, batch_size: int) -> Deal:
+        """Return how what is left of an epoch is dealt to its readers.
+
+        Args:
+            sample: How many samples of the epoch were consumed before, by all ranks.
+            seeding: What the order is drawn from.
+            world: Who reads.
+            batch_size: Samples of one batch of one rank.
+
+        Raises:
+            ValueError: If the epoch can't be entered there.
+        """
+        num_positions = self.num_positions(seeding, Readers.of(world, batch_size))
+        if self.is_batched:
+            return batched_deal(
+                batching_method=self._batching,
+                algorithm=self.algorithm,
+                num_positions=num_positions,
+                start=sample,
+                world=world,
+                batch_size=batch_size,
+            )
+        return Deal(
+            num_positions=num_positions,
+            start=sample,
+            world=world,
+            batch_size=batch_size,
+            initial_nodes=self._initial_nodes(seeding, world.num_nodes),
+        )
 
     def num_canonical_nodes(self, seeding: Seeding, num_nodes: int) -> int:
         """Return how many parts of the data are read side by side."""
         return seeding.num_canonical_nodes or default_canonical_nodes(self.algorithm, num_nodes)
 
-    def initial_nodes(self, seeding: Seeding, num_nodes: int) -> int | None:
+    def _initial_nodes(self, seeding: Seeding, num_nodes: int) -> int | None:
         """Return the number of nodes that batches are dealt to first, where the original library does so."""
         if not self.is_original:
             return None
@@ -153,20 +230,32 @@ class Ordering:
             initial_nodes=seeding.initial_nodes,
         )
 
+    def check_batches(self, batch_size: int | None) -> None:
+        """Raise ValueError if the order depends on a batch size that is not known."""
+        if self.is_batched and batch_size is None:
+            raise ValueError(f"batching_method={self._batching!r} needs batch_size: the order depends on it.")
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether the order depends on the global batch size, and an epoch can be entered between batches only."""
+        return self._batching != "random"
+
     @property
     def is_original(self) -> bool:
         """Whether the order is the original library's, bit for bit."""
         return self.algorithm not in (None, DEFAULT)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, readers: Readers) -> dict[str, Any]:
         """Return what the order depends on, beside seed and canonical nodes: plain values for a state."""
+        global_batch_size = readers.world.num_ranks * readers.batch_size
         return {
+            "batching": f"{self._batching} {global_batch_size}" if self.is_batched else self._batching,
             "shuffle": self.shuffle,
             "shuffle_algo": self.algorithm or DEFAULT,
             "shuffle_block_size": self._block_size if self.shuffle else None,
             "epoch_size": self.shares.epoch_size,
             "sampling": f"{self._method} {self._granularity}",
-            "weights": digest(self.shares.chosen),
+            "weights": self._digest,
         }
 
 

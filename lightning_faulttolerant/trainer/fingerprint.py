@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
+from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
 _SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
@@ -170,6 +171,9 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
     if not isinstance(dataset, IterableDataset):  # its length may be the work of the data set's own code
         with contextlib.suppress(TypeError, NotImplementedError):
             found["length"] = len(dataset)
+    if isinstance(dataset, StreamingDataset):
+        state = dataset.state_at(0, 0)
+        return {**found, "data": state["fingerprint"], "order": state["order"]}
     if isinstance(dataset, Subset):
         found["indices"] = _digest_list(dataset.indices)
     if isinstance(dataset, ConcatDataset):

@@ -223,7 +223,7 @@ class Resume:
 
     def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
         tracker = self._loaders.trackers.get(place)
-        goes_on = isinstance(tracker, TrackedLoader) and tracker.iterable is None
+        goes_on = isinstance(tracker, TrackedLoader) and tracker.can_be_resized
         if saved is not None and goes_on and (self._resized is not None or self._options.elastic):
             carried = loader_as_carried_over(saved, now, is_resized=self._resized is not None)
             lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]

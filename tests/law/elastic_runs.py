@@ -105,6 +105,7 @@ class Plan:
     arguments: dict[str, Any] = field(default_factory=dict)
     make_module: Callable[[], LightningModule] = Net
     make_dataset: Callable[[int], Any] = Rows
+    make_loader: Callable[..., Any] = DataLoader
 
 
 class Ledger(Callback):
@@ -194,8 +195,8 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
         seed_everything(plan.seed, verbose=False)
     data = plan.make_dataset(plan.length)
     usual = {"batch_size": leg.batch_size, "num_workers": leg.num_workers, "shuffle": plan.shuffle}
-    loader = DataLoader(data, **{**usual, **leg.loader})
-    validation = DataLoader(plan.make_dataset(7), batch_size=2)
+    loader = plan.make_loader(data, **{**usual, **leg.loader})
+    validation = plan.make_loader(plan.make_dataset(7), batch_size=2)
     options = {"every_n_train_steps": 1, **plan.options, **leg.options}
     own = directory / "own.ckpt"
     written = Ledger(ledger, leg, own)

@@ -14,9 +14,11 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.law import elastic_runs
+from tests.law.elastic_runs import Leg, Plan
 from tests.rank_runs import for_ranks
 from tests.runs import LATER_EPOCH, Cut, Net, assert_goes_on, each_cut, each_num_workers, fit_net
 
@@ -71,3 +73,124 @@ def test_a_streaming_loader_goes_on(data: str, cut: Cut, num_workers: int) -> No
         validation=lambda: loader(data, num_workers=num_workers),
         limit_val_batches=2,
     )
+
+
+WAYS: dict[str, Callable[[str], DataLoader[Any]]] = {
+    "a plain loader": lambda data: DataLoader(Augmented(data, shuffle=True, batch_size=4), batch_size=4, num_workers=2),
+    "persistent workers": lambda data: loader(data, num_workers=2, persistent_workers=True),
+    "passed on by another data set": lambda data: DataLoader(Wrapped(Augmented(data, shuffle=True)), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_loaders_go_on(data: str, way: str) -> None:
+    """So does a data set under any loader, and one that another data set reads."""
+    assert_goes_on(LATER_EPOCH, train=lambda: WAYS[way](data))
+
+
+def test_a_state_at_the_end_of_an_epoch(data: str) -> None:
+    """Killed before the first batch of the third epoch, the run goes on with that epoch's order."""
+    cut = Cut(kill=16, every=8, goes_on_at=(2, 0))
+    assert_goes_on(cut, train=lambda: loader(data), validation=lambda: loader(data), max_epochs=3)
+
+
+def test_two_ranks_go_on(data: str) -> None:
+    """Each rank goes on in its own part, with its own augmentations."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        dataset = Augmented(data, shuffle=True, batch_size=2)
+        train = StreamingDataLoader(dataset, batch_size=2)
+        return fit_net(callbacks, directory, train=train, module=Net(), devices=2, strategy="ddp")
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(11)], options={"every_n_train_steps": 1}, num_ranks=2)
+    assert (cost.epoch, cost.batch) == (1, 3)
+
+
+class Indexed(StreamingDataset):
+    """A sample is its number, and a row with noise."""
+
+    def __getitem__(self, at: Any) -> Any:
+        n = super().__getitem__(at)["n"]
+        return n, torch.full((4,), n / 32) + torch.rand(4)
+
+
+def global_steps(done: list[elastic_runs.Entries], epoch: int) -> list[list[int]]:
+    """Return the samples of each global step of an epoch, over all legs."""
+    found = []
+    for entries in done:
+        steps = entries.batches(epoch)
+        found += [sorted(index for entry in step for index in entry["index"]) for step in steps]
+    return found
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param([(2, 2, 0), (1, 4, 2)], id="two ranks, then one with workers"),
+        pytest.param([(1, 4, 0), (2, 2, 0), (1, 4, 2), (1, 4, 0)], id="many", marks=pytest.mark.slow),
+    ],
+)
+def test_other_numbers_of_ranks_and_workers_go_on(data: str, legs: list[tuple[int, int, int]]) -> None:
+    """At an equal global batch each global step has the samples of the uninterrupted run."""
+    plan = Plan(
+        options={"elastic": True},
+        make_dataset=lambda length: Indexed(data, shuffle=length > 7),
+        make_loader=lambda dataset, **arguments: StreamingDataLoader(dataset, **{**arguments, "shuffle": None}),
+    )
+    kills = [(0, 3), (0, 6), (1, 2)]
+    made = [
+        Leg(num_ranks=ranks, batch_size=size, num_workers=workers, kill=kill)
+        for (ranks, size, workers), kill in zip(legs, [*kills[: len(legs) - 1], None], strict=True)
+    ]
+    done = elastic_runs.run(plan, *made)
+    order = StreamingDataLoader(StreamingDataset(data, shuffle=True), batch_size=4)
+    for epoch in range(2):
+        assert global_steps(done, epoch) == [sorted(batch["n"].tolist()) for batch in order]
+
+
+def test_another_number_of_workers_goes_on(data: str) -> None:
+    """The same ranks go on with two workers where there were none, if that is allowed."""
+    plan = Plan(
+        options={"elastic": True},
+        make_dataset=lambda length: Indexed(data, shuffle=length > 7),
+        make_loader=lambda dataset, **arguments: StreamingDataLoader(dataset, **{**arguments, "shuffle": None}),
+    )
+    done = elastic_runs.run(
+        plan, Leg(num_ranks=1, batch_size=4, kill=(0, 3)), Leg(num_ranks=1, batch_size=4, num_workers=2)
+    )
+    order = StreamingDataLoader(StreamingDataset(data, shuffle=True), batch_size=4)
+    for epoch in range(2):
+        assert global_steps(done, epoch) == [sorted(batch["n"].tolist()) for batch in order]
+
+
+class Read(StreamingDataset):
+    """Notes which samples are read."""
+
+    def __getitem__(self, at: Any) -> Tensor:
+        self.read = [*getattr(self, "read", []), at]
+        return torch.tensor([super().__getitem__(at)["n"], torch.rand(()).item()])
+
+
+def test_a_resume_reads_no_sample_again(data: str) -> None:
+    """In a loop of one's own: the samples of the consumed batches are not read, and the next epochs follow."""
+
+    def made() -> tuple[Read, ResumableDataLoader[Any]]:
+        dataset = Read(data, shuffle=True)
+        return dataset, ResumableDataLoader(dataset, batch_size=4)
+
+    def epochs(loader: ResumableDataLoader[Any]) -> list[Any]:
+        return [(epoch, batch.tolist()) for epoch in range(loader.epoch, 3) for batch in loader]
+
+    whole, loader = made()
+    reference = [(0, batch.tolist()) for _, batch in zip(range(5), loader, strict=False)]
+    state = loader.state_dict()
+    resumed_dataset, resumed = made()
+    resumed.load_state_dict(state)
+    continued = made()[1]
+    continued.load_state_dict(state)
+    rest = epochs(resumed)
+    assert epochs(continued) == rest
+    assert sorted(n for epoch, batch in reference + rest[:3] for n, _ in batch) == list(range(32))
+    assert len(rest) == 3 + 2 * 8
+    assert resumed_dataset.read[:12] == [int(n) for _, batch in rest[:3] for n, _ in batch]
+    assert not set(resumed_dataset.read[:12]) & set(whole.read[:20])

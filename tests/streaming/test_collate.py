@@ -182,8 +182,9 @@ class Doubled(StreamingDataset):
 def test_a_data_set_that_changes_its_samples_gets_them_as_its_own(dataset: StreamingDataset) -> None:
     """A derived class may write to what it iterates over, with the loader's own collate too."""
     doubled = Doubled(dataset.streams[0].directory, batch_size=2)
-    found = next(iter(StreamingDataLoader(doubled, batch_size=2)))
-    assert torch.equal(found["large"], 2 * next(iter(StreamingDataLoader(dataset, batch_size=2)))["large"])
+    for num_workers in (0, 1):
+        found = next(iter(StreamingDataLoader(doubled, batch_size=2, num_workers=num_workers)))
+        assert torch.equal(found["large"], 2 * next(iter(StreamingDataLoader(dataset, batch_size=2)))["large"])
 
 
 def test_lent_samples_are_those_that_are_given(dataset: StreamingDataset) -> None:

@@ -235,3 +235,28 @@ def test_the_public_names_are_these() -> None:
     """The classes are the package's own, loaded when they are asked for."""
     assert lightning_faulttolerant.StreamingDataLoader is StreamingDataLoader
     assert lightning_faulttolerant.StreamingDataset is StreamingDataset
+
+
+class _Generated(StreamingDataset):
+    """What users write: an iteration that begins when its first sample is asked for."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iteration_that_is_a_generator_is_that_of_the_loader(tmp_path: Path, num_workers: int) -> None:
+    """Each epoch comes once, in its order, and a state leads to where it was taken, if __iter__ is a generator."""
+    write(tmp_path, 20)
+
+    def loader(kind: type[StreamingDataset]) -> StreamingDataLoader:
+        return StreamingDataLoader(kind(tmp_path, shuffle=True, batch_size=4), batch_size=4, num_workers=num_workers)
+
+    expected, generated, resumed = loader(StreamingDataset), loader(_Generated), loader(_Generated)
+    for epoch in range(2):
+        assert numbers(generated) == numbers(expected)
+        assert generated.state_dict()["epoch"] == epoch + 1
+    iterator = iter(generated)
+    next(iterator)
+    resumed.load_state_dict(generated.state_dict())
+    assert numbers(resumed) == numbers(iterator)

@@ -42,7 +42,7 @@ def _cut(epochs: Iterator[tuple[int, list[int]]], num_batches: int) -> list[tupl
     return [batch for _, batch in zip(range(num_batches), epochs, strict=False)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 12), min_size=1, max_size=4),
     batch_size=st.sampled_from([1, 5, 8, 61, 70]),

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.resized import DEAL, between, state_for_others
+from lightning_faulttolerant.loader.resized import DEAL, between, is_dealt_stream, state_for_others
 from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, of_devices_here
 from lightning_faulttolerant.state.merge import merged_gradients, merged_metrics
 from lightning_faulttolerant.trainer import compat
@@ -138,7 +138,7 @@ class Resized:
             try:
                 if place in training:
                     places[place] = state_for_others(states, num_left=num_left)
-                elif "record" not in state or "iterable" in state:
+                elif "record" not in state or ("iterable" in state and not is_dealt_stream(state)):
                     reasons.append(f"{place} is iterable or keeps a position of its own")
                 else:
                     places[place] = between(state)

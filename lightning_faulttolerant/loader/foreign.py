@@ -1,0 +1,114 @@
+"""Streaming data sets of other libraries, told by their names: MosaicML Streaming and LitData need not be installed.
+
+Each counts its epochs itself, and begins another one with each iteration. The count is kept here, so that an iteration
+is begun again as the epoch that it was; the samples that were consumed of it are drawn and dropped in the workers, and
+the random states are ours. Their own states hold no random states, and are left unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+_DEPTH = 3
+_MAX_ITEMS = 100
+
+MOSAIC, LITDATA = "MosaicML Streaming", "LitData"
+_DATA_SETS = {
+    ("streaming.base.dataset", "StreamingDataset"): MOSAIC,
+    ("litdata.streaming.dataset", "StreamingDataset"): LITDATA,
+}
+_LOADERS = {
+    ("streaming.base.dataloader", "StreamingDataLoader"): MOSAIC,
+    ("litdata.streaming.dataloader", "StreamingDataLoader"): LITDATA,
+}
+
+
+def library_of(dataset: object) -> str | None:
+    """Return the library of a streaming data set, or ``None`` if it is none of these."""
+    return _found(type(dataset), _DATA_SETS)
+
+
+def is_loader_of(user_class: type) -> bool:
+    """Return whether a class of loaders is one of theirs, or derived from it."""
+    return _found(user_class, _LOADERS) is not None
+
+
+def _found(kind: type, names: Mapping[tuple[str, str], str]) -> str | None:
+    return next((names[key] for base in kind.__mro__ if (key := (base.__module__, base.__name__)) in names), None)
+
+
+def why_not_followed(loader: Any) -> str | None:
+    """Return why a loader of theirs, or over data sets of theirs, can't be followed, or ``None`` if it can."""
+    dataset = loader.dataset
+    if library_of(dataset) is not None:
+        return None
+    library = LITDATA if is_loader_of(type(loader)) else _library_held(dataset, _DEPTH)
+    if library is None:
+        return None
+    return (
+        f"its {type(dataset).__name__} passes on the samples of streaming data sets of {library}, whose epochs can't be"
+        " told through it. Give the loader the StreamingDataset itself, of which a derived class may change the samples"
+    )
+
+
+def _library_held(dataset: Any, depth: int) -> str | None:
+    if not depth or not isinstance(dataset, IterableDataset):
+        return None
+    held = [child for value in list(vars(dataset).values()) for child in _items(value)]
+    found = (library_of(child) or _library_held(child, depth - 1) for child in held)
+    return next((library for library in found if library is not None), None)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else [value]
+
+
+class ForeignEpochs:
+    """The count of epochs of one loader's data set, if that is one of theirs.
+
+    Args:
+        loader: The user's.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.library = library_of(loader.dataset)
+        self._dataset = loader.dataset
+        self._counts_itself = self.library == LITDATA and is_loader_of(type(loader))
+        self._begun: int | None = None
+
+    def begin(self, loader: Any) -> None:
+        """Note which epoch the iteration is that is being made now on `loader`, the copy that is followed."""
+        if self.library is not None:
+            # LitData's loader counts it before; MosaicML's data set counts when its workers begin.
+            self._begun = self._next(loader) - self._counts_itself
+
+    def take_back(self, loader: Any) -> None:
+        """Let an iteration that was asked for, and is not made, be the next one again."""
+        if self._counts_itself:
+            loader.current_epoch -= 1
+
+    def state_dict(self, loader: Any, *, in_iteration: bool) -> dict[str, Any]:
+        """Return which epoch is under way, or comes next."""
+        if self.library is None:
+            return {}
+        epoch = self._begun if in_iteration else self._next(loader)
+        return {"library": self.library, "epoch": epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any], loader: Any) -> None:
+        """Let the next iteration be that epoch."""
+        if self.library is None or state.get("library") != self.library:
+            return
+        if self.library == MOSAIC:
+            self._dataset.next_epoch = state["epoch"]
+        elif self._counts_itself:
+            loader.current_epoch = state["epoch"]
+        else:
+            self._dataset.set_epoch(state["epoch"])
+
+    def _next(self, loader: Any) -> int:
+        if self.library == MOSAIC:
+            return int(self._dataset.next_epoch)
+        return int(loader.current_epoch if self._counts_itself else self._dataset.current_epoch)

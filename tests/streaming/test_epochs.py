@@ -1,0 +1,116 @@
+"""Which epoch it is, told by whoever begins one; and nothing of it is left when its processes are gone."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.worker import WorkerInfo
+
+from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import StreamingError
+from lightning_faulttolerant.streaming import epochs
+from lightning_faulttolerant.streaming.epochs import EpochBook
+from lightning_faulttolerant.streaming.ordering import Seeding
+from tests.processes import in_child
+from tests.streaming.shard_files import batches, write
+
+BIG = 2**60 + 1
+
+
+def test_a_book_keeps_what_a_state_says() -> None:
+    """Epoch, position and what the order is drawn from, also the large seeds of the original's first versions."""
+    seeding = Seeding(seed=BIG, num_canonical_nodes=3, initial_nodes=2)
+    book = EpochBook(Seeding(seed=1))
+    assert (book.place, book.next_epoch, book.seeding) == ((0, 0), 0, Seeding(seed=1))
+    book.put(5, 7, seeding)
+    assert (book.place, book.next_epoch, book.seeding, book.has_begun) == ((5, 7), 5, seeding, False)
+    assert book.begin(lambda epoch, sample: (epoch, sample)) == (5, 7)
+    assert (book.place, book.next_epoch, book.has_begun) == ((5, 7), 6, True)
+
+
+def test_the_end_of_an_epoch_is_begun_as_the_next_one() -> None:
+    """A book begins what the data set says the place really is."""
+    book = EpochBook(Seeding(seed=1))
+    book.put(5, 7, Seeding(seed=1))
+    assert book.begin(lambda epoch, sample: (epoch + 1, 0)) == (6, 0)
+    assert book.next_epoch == 7
+
+
+def _as_worker(worker: int, name: str, patch: pytest.MonkeyPatch) -> None:
+    info = WorkerInfo(id=worker, num_workers=2, seed=0, dataset=None)
+    patch.setattr(epochs, "get_worker_info", lambda: info)
+    patch.setattr(multiprocessing.current_process(), "_name", name)
+
+
+def _same(epoch: int, sample: int) -> tuple[int, int]:
+    return epoch, sample
+
+
+def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom worker 0 of another iterator has told is not told; after a time it is an error that names worker 0."""
+    monkeypatch.setattr(epochs, "_WAIT_SECONDS", 0.05)
+    first = EpochBook(Seeding(seed=1))
+    _as_worker(0, "Process-4", monkeypatch)
+    assert first.begin_in_worker(_same) == (0, 0)
+    _as_worker(1, f"Process-{5 + epochs._SLOTS}", monkeypatch)  # it looks into the same slot
+    other = _copy(first)
+    with pytest.raises(StreamingError, match="worker 0 has not begun"):
+        other.begin_in_worker(_same)
+    _as_worker(1, "Process-5", monkeypatch)
+    assert _copy(first).begin_in_worker(_same) == (0, 0)
+
+
+def _copy(book: EpochBook) -> EpochBook:
+    """A book of another process, with the same shared memory."""
+    other = EpochBook(Seeding(seed=1))
+    other._numbers = book._numbers
+    return other
+
+
+def test_a_worker_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that can't be told apart from those of another iterator are an error, not a guess."""
+    _as_worker(0, "my worker", monkeypatch)
+    with pytest.raises(StreamingError, match="my worker"):
+        EpochBook(Seeding(seed=1)).begin_in_worker(_same)
+
+
+@pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
+def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any) -> None:
+    """Two iterators of one loader, with workers, each read a whole epoch; ours tells them which."""
+    directory = write(tmp_path, 61)
+    whole = StreamingDataLoader(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8)
+    expected = [batches(whole), batches(whole)]
+    loader = make(StreamingDataset(directory, shuffle=True, batch_size=8), batch_size=8, num_workers=2)
+    pairs = [(one["n"].tolist(), other["n"].tolist()) for one, other in zip(loader, loader, strict=True)]
+    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+    assert first in expected
+    assert second in expected
+    if make is StreamingDataLoader:
+        assert [first, second] == expected
+
+
+def _read_and_be_killed(directory: str, process_ids: Path) -> None:
+    dataset = StreamingDataset(directory, batch_size=8)
+    loader = StreamingDataLoader(dataset, batch_size=8, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    [worker] = multiprocessing.active_children()
+    process_ids.write_text(f"{os.getpid()} {worker.pid}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    """Killed by SIGKILL in an iteration, it leaves no shared memory and no file that the next run would find."""
+    directory = write(tmp_path / "data", 61)
+    files = sorted(Path(directory).rglob("*"))
+    assert in_child(functools.partial(_read_and_be_killed, directory, tmp_path / "ids")) == -signal.SIGKILL
+    child, worker = [int(process_id) for process_id in (tmp_path / "ids").read_text().split()]
+    os.kill(worker, signal.SIGKILL)  # torch's own end follows in some seconds
+    assert sorted(Path(directory).rglob("*")) == files
+    assert not [name for name in os.listdir("/dev/shm") if f"_{worker}_" in name or f"_{child}_" in name]

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import FingerprintMismatchError
+from tests.streaming.shard_files import batches, numbers, write
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[str]:
+    """Two data sets, of 60 and of 40 samples, the second from 1000 on."""
+    return [write(tmp_path / "a", 60), write(tmp_path / "b", 40, first=1000)]
+
+
+def _mixed(directories: list[str], *weights: dict[str, Any], **options: Any) -> StreamingDataset:
+    streams = [
+        Stream(local=directory, **weight) for directory, weight in zip(directories, weights or ({}, {}), strict=True)
+    ]
+    return StreamingDataset(streams=streams, shuffle=True, **options)
+
+
+def _counts(read: list[int]) -> tuple[int, int]:
+    counted = Counter(number >= 1000 for number in read)
+    return counted[False], counted[True]
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "expected"),
+    [
+        ([{}, {}], {}, (60, 40)),
+        ([{"proportion": 1}, {"proportion": 3}], {}, (25, 75)),
+        ([{"proportion": 1}, {"proportion": 1}], {"epoch_size": 50}, (25, 25)),
+        ([{"repeat": 2}, {"repeat": 0.5}], {}, (120, 20)),
+        ([{"choose": 7}, {}], {}, (7, 40)),
+        ([{"choose": 0}, {"choose": 90}], {}, (0, 90)),
+    ],
+)
+def test_an_epoch_has_of_each_stream_what_its_weight_says(
+    directories: list[str], weights: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    """By proportion, by repeat, by choose and without a weight; a part is other samples in each epoch."""
+    dataset = _mixed(directories, *weights, **options)
+    first, second = numbers(dataset), numbers(dataset)
+    assert _counts(first) == _counts(second) == expected
+    assert len(dataset) == sum(expected)
+    assert first != second
+    assert (dataset.num_samples, dataset.size) == (100, 100)
+
+
+def test_no_sample_is_read_more_often_than_others_need(directories: list[str]) -> None:
+    """A stream that is read k and a half times reads each of its samples k or k + 1 times."""
+    counted = Counter(numbers(_mixed(directories, {"repeat": 1}, {"repeat": 2.5})))
+    assert {counted[number] for number in range(60)} == {1}
+    assert {counted[number] for number in range(1000, 1040)} == {2, 3}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_mixture_is_resumed(directories: list[str], num_workers: int) -> None:
+    """A state in the middle of an epoch of several streams goes on with its next batch."""
+    weights = ({"proportion": 0.3}, {"proportion": 0.7})
+    whole = StreamingDataLoader(_mixed(directories, *weights), batch_size=8)
+    expected = [batches(whole), batches(whole)]
+    loader = StreamingDataLoader(_mixed(directories, *weights), batch_size=8)
+    first = [batch["n"].tolist() for _, batch in zip(range(4), loader, strict=False)]
+    resumed = StreamingDataLoader(_mixed(directories, *weights), batch_size=8, num_workers=num_workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert first + batches(resumed) == expected[0]
+    assert batches(resumed) == expected[1]
+
+
+def _batched(directories: list[str], method: str, batch_size: int = 10) -> StreamingDataLoader:
+    dataset = _mixed(directories, batching_method=method, batch_size=batch_size)
+    return StreamingDataLoader(dataset, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("stratified", {(6, 4)}), ("per_stream", {(10, 0), (0, 10)})], ids=["stratified", "one"]
+)
+def test_batches_are_of_the_streams_as_asked(
+    directories: list[str], method: str, expected: set[tuple[int, int]]
+) -> None:
+    """Each batch has its share of each stream, or is of one; a resume between two batches goes on."""
+    loader = _batched(directories, method)
+    epochs = [batches(loader), batches(loader)]
+    assert {_counts(batch) for epoch in epochs for batch in epoch} == expected
+    assert [len(epoch) for epoch in epochs] == [10, 10] == [len(loader)] * 2
+    assert len({number for batch in epochs[0] for number in batch}) == 100
+    resumed = _batched(directories, method)
+    resumed.load_state_dict({**loader.state_dict(), "epoch": 1, "sample_in_epoch": 30})
+    assert batches(resumed) == epochs[1][3:]
+
+
+def test_batches_of_streams_need_an_equal_global_batch(directories: list[str]) -> None:
+    """Their order depends on the global batch, so another one is an error, at once or, not strict, where it begins."""
+    state = {**_batched(directories, "stratified").state_dict(), "sample_in_epoch": 30}
+    other = _batched(directories, "stratified", batch_size=20)
+    with pytest.raises(FingerprintMismatchError, match="stratified 10 -> stratified 20"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, strict=False)
+    with pytest.raises(ValueError, match="inside"):
+        iter(other)
+
+
+def test_a_state_of_another_mixture_is_refused(directories: list[str]) -> None:
+    """Other weights are another order: an error that says so."""
+    state = _mixed(directories, {"repeat": 1}, {"repeat": 2}).state_dict(0, True)
+    with pytest.raises(FingerprintMismatchError, match="samples of an epoch: 140 -> 160"):
+        _mixed(directories, {"repeat": 2}, {"repeat": 1}).load_state_dict(state)
+    state = _mixed(directories, {"proportion": 1}, {"proportion": 3}).state_dict(0, True)
+    with pytest.raises(FingerprintMismatchError, match="how many samples of each stream"):
+        _mixed(directories, {"proportion": 3}, {"proportion": 1}).load_state_dict(state)
+
+
+def test_samples_are_numbered_over_all_streams(directories: list[str]) -> None:
+    """`[]` counts through the streams in their order."""
+    dataset = _mixed(directories)
+    assert numbers(dataset[58:62]) == [58, 59, 1000, 1001]
+
+
+def test_streams_have_remotes_and_splits_of_their_own(tmp_path: Path) -> None:
+    """What a stream leaves open is as the data set says; each is cached in its own directory."""
+    for name in ("a", "b"):
+        write(tmp_path / "remote" / name / "val", 20, first=100 * ord(name))
+    streams = [Stream(remote=str(tmp_path / "remote" / name), local=str(tmp_path / name)) for name in "ab"]
+    dataset = StreamingDataset(streams=streams, split="val")
+    assert numbers(dataset) == [*range(9700, 9720), *range(9800, 9820)]
+    assert (tmp_path / "a" / "val" / "index.json").exists()
+
+
+def test_two_streams_of_one_directory_are_read_twice(directories: list[str]) -> None:
+    """One directory may be two streams."""
+    dataset = _mixed([directories[0], directories[0]])
+    assert sorted(numbers(dataset)) == sorted([*range(60), *range(60)])
+
+
+def test_a_remote_without_a_directory_is_cached_in_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `local`, shards go to a directory that is the same for the same remote."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    remote = write(tmp_path / "remote", 20)
+    assert numbers(StreamingDataset(streams=[Stream(remote=remote)])) == list(range(20))
+    assert numbers(StreamingDataset(remote=remote)) == list(range(20))
+    assert len(list((tmp_path / "tmp").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("streams", "message"),
+    [
+        (lambda: [Stream(local="a", repeat=1, choose=1)], "at most one"),
+        (lambda: [Stream(local="a", proportion=-1)], "at least 0"),
+        (lambda: [Stream()], "nothing to read"),
+    ],
+)
+def test_bad_streams_are_refused(streams: Any, message: str) -> None:
+    """A stream with two weights, a negative one, or without a place raises."""
+    with pytest.raises(ValueError, match=message):
+        streams()
+
+
+def test_proportions_go_with_proportions_only(directories: list[str]) -> None:
+    """A proportion is relative to all streams, so all have one."""
+    with pytest.raises(ValueError, match="proportion"):
+        _mixed(directories, {"proportion": 1}, {})
+    with pytest.raises(ValueError, match="Give either"):
+        StreamingDataset(directories[0], streams=[Stream(local=directories[1])])
