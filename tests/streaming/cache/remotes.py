@@ -97,12 +97,17 @@ def cache_of(data: Data, local: Path, remote: str | None, **options: Any) -> Sha
 
 
 def assert_whole(cache: ShardCache, data: Data) -> None:
-    """Each shard is fetched as it is, and nothing is left over."""
+    """Each shard is fetched as it is, and nothing is left over; for when nobody else is fetching."""
+    assert_fetched(cache, data)
+    assert_tidy(Path(cache.directory))
+
+
+def assert_fetched(cache: ShardCache, data: Data) -> None:
+    """Each shard is fetched as it is."""
     for number, info in enumerate(data.infos):
         directory = Path(cache.fetch(number))
         for file in info.files:
             assert (directory / file.basename).read_bytes() == data.raw[file.basename]
-    assert_tidy(Path(cache.directory))
 
 
 def assert_tidy(directory: Path) -> None:

@@ -48,6 +48,8 @@ def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: py
             assert ahead.wait(0, 0) == str(tmp_path)
             assert not cache.is_held(0)
             ahead.advance(9)
+            time.sleep(0.05)
+            assert here(data, tmp_path) == [0, 1, 2]
             ahead.advance(10)
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3])
             ahead.advance(70)

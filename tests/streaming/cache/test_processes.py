@@ -21,6 +21,7 @@ from tests.streaming.cache.children import Child, child, held_by_a_thread, run_a
 from tests.streaming.cache.remotes import (
     HASH,
     Data,
+    assert_fetched,
     assert_tidy,
     assert_whole,
     cache_of,
@@ -37,7 +38,7 @@ def test_one_process_downloads_a_shard_for_all(tmp_path: Path) -> None:
     """Four processes that want the same shards at the same time ask the remote once for each."""
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
-        assert run_all([lambda: assert_whole(cache_of(data, tmp_path, remote), data)] * 4) == [0] * 4
+        assert run_all([lambda: assert_fetched(cache_of(data, tmp_path, remote), data)] * 4) == [0] * 4
         assert sorted(faults.asked) == sorted(data.stored)
 
 
@@ -46,7 +47,7 @@ def test_threads_of_one_process_download_a_shard_once(tmp_path: Path) -> None:
     data = make_data(num_bytes=300)
     with web(data.stored, {name: ["slow"] for name in data.stored}) as (remote, faults):
         caches = [cache_of(data, tmp_path, remote) for _ in range(4)]
-        threads = [threading.Thread(target=assert_whole, args=(cache, data)) for cache in caches]
+        threads = [threading.Thread(target=assert_fetched, args=(cache, data)) for cache in caches]
         for thread in threads:
             thread.start()
         for thread in threads:
