@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_faulttolerant import ResumableDataLoader, atomic_torch_save
 
-NUM_EPOCHS = 12
+NUM_EPOCHS = 6
 EVERY_N_STEPS = 20
 CHECKPOINT = Path("checkpoint.pt")
 
