@@ -56,13 +56,13 @@ def why_not_exact(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
+    if (reason := why_foreign_not_followed(loader)) is not None:
+        return reason
     if keeps_own_position(loader):
         reason = why_not_followed(loader)
         if reason is not None:
             return reason
     elif is_resumable(loader):
-        if (reason := why_foreign_not_followed(loader)) is not None:
-            return reason
         if getattr(loader, "state", None) is not None:
             return "a state was loaded into it before fit, so that its first epoch would begin at an unknown place"
     elif hasattr(loader, "state_dict"):

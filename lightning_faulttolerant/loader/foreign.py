@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
+_DEPTH = 3
+_MAX_ITEMS = 100
+
 MOSAIC, LITDATA = "MosaicML Streaming", "LitData"
 _DATA_SETS = {
     ("streaming.base.dataset", "StreamingDataset"): MOSAIC,
@@ -36,13 +41,29 @@ def _found(kind: type, names: Mapping[tuple[str, str], str]) -> str | None:
 
 
 def why_not_followed(loader: Any) -> str | None:
-    """Return why a loader of theirs can't be followed, or ``None`` if it can."""
-    if is_loader_of(type(loader)) and library_of(loader.dataset) is None:
-        return (
-            f"its {type(loader.dataset).__name__} mixes several streaming data sets, whose epochs are counted in its"
-            " workers, where they can't be told"
-        )
-    return None
+    """Return why a loader of theirs, or over data sets of theirs, can't be followed, or ``None`` if it can."""
+    dataset = loader.dataset
+    if library_of(dataset) is not None:
+        return None
+    library = LITDATA if is_loader_of(type(loader)) else _library_held(dataset, _DEPTH)
+    if library is None:
+        return None
+    return (
+        f"its {type(dataset).__name__} passes on the samples of streaming data sets of {library}, whose epochs can't be"
+        " told through it. Give the loader the StreamingDataset itself, of which a derived class may change the samples"
+    )
+
+
+def _library_held(dataset: Any, depth: int) -> str | None:
+    if not depth or not isinstance(dataset, IterableDataset):
+        return None
+    held = [child for value in list(vars(dataset).values()) for child in _items(value)]
+    found = (library_of(child) or _library_held(child, depth - 1) for child in held)
+    return next((library for library in found if library is not None), None)
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value[:_MAX_ITEMS]) if isinstance(value, (list, tuple)) else [value]
 
 
 class ForeignEpochs:

@@ -212,6 +212,7 @@ class IterableSide(IterableDataset[Any]):
             return
         self._restore(record.first)
         num_drawn = 0
+        samples = _only_next(samples)
         for at, states in record.log.states():
             deque(islice(samples, at - num_drawn), maxlen=0)
             num_drawn = at
@@ -346,6 +347,16 @@ class _Samples(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._side.draw(self._samples, self._record)
+
+
+def _only_next(samples: Iterator[Any]) -> Iterator[Any]:
+    """Pass samples on without asking for an iterator again: a data set that is its own would begin anew."""
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 def between(position: Position | None) -> Position | None:

@@ -47,6 +47,7 @@ class LoaderRun:
         self._told = ToldEpochs([plain.batch_sampler, getattr(plain.batch_sampler, "sampler", None), plain.sampler])
         self._handed: weakref.ref[_Handed] | None = None
         self._iteration: Iteration | None = None
+        self._begun_epochs: list[int | None] = []
         self._has_begun = False
         self.has_iterated = False
         """Whether this process has begun an iteration."""
@@ -80,6 +81,7 @@ class LoaderRun:
                 "in_epoch": consumed is not None,
                 "has_begun": self._has_begun,
                 "sampler_epochs": told,
+                "begun_epochs": self._begun_epochs if self._has_begun else told,
                 "loader": self._tracker.state_dict(consumed, iteration),
                 "rng": rng_state(),
                 "held": self._tracker.held.state_dict(),
@@ -112,6 +114,7 @@ class LoaderRun:
         _compare(state["fingerprint"], self._fingerprint)
         self._tracker.load_state_dict(state["loader"])
         self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
+        self._begun_epochs = list(state["begun_epochs"])
         self._iteration = self._handed = None
         self.is_entangled = False
         self._told.listen()
@@ -145,9 +148,11 @@ class LoaderRun:
         if state is None:
             self._leave()
         else:
-            self._told.go_on(state["sampler_epochs"], begins_next=state["has_begun"] and not is_rest)
+            begins_next = state["has_begun"] and not is_rest
+            self._told.go_on(state["sampler_epochs"], state["begun_epochs"], begins_next=begins_next)
         with self._told.unheard():
             batches = iter(self.followed)
+        self._begun_epochs = self._told.state_dict()
         self._iteration, self._asked_at = self._tracker.iteration, None
         self._has_begun = self.has_iterated = True
         handed = _Handed(self, batches)

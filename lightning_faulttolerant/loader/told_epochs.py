@@ -57,17 +57,18 @@ class ToldEpochs:
             for told in self._told:
                 told.is_heard = True
 
-    def go_on(self, epochs: Sequence[int | None], *, begins_next: bool) -> None:
+    def go_on(self, epochs: Sequence[int | None], begun: Sequence[int | None], *, begins_next: bool) -> None:
         """Bring the samplers to their epochs, now that an iteration begins.
 
         Args:
             epochs: What `state_dict` gave.
-            begins_next: Whether the iteration is the one behind that of `epochs`, rather than its rest.
+            begun: What it gave when the last iteration had begun: a sampler may move on by itself behind its end.
+            begins_next: Whether the iteration is the one behind that, rather than its rest.
         """
         goes_on = False
-        for told, epoch in zip(self._told, epochs, strict=False):
-            if epoch is not None:
-                told.go_on(epoch, expected=epoch + begins_next)
+        for told, epoch, of_last in zip(self._told, epochs, begun, strict=False):
+            if epoch is not None and of_last is not None:
+                told.go_on(epoch, expected=of_last + begins_next)
                 goes_on = goes_on or told.offset > 0
         if not goes_on:
             self.leave()
@@ -91,7 +92,8 @@ class _Told:
     def go_on(self, epoch: int, *, expected: int) -> None:
         """Set the epoch that `expected` says if the last one told is before it; what nobody tells stays at `epoch`."""
         if self._last is None:
-            self._set(epoch)
+            if getattr(self._sampler(), "epoch", None) != epoch:
+                self._set(epoch)
         elif self._last < expected:
             self.offset = expected - self._last
             self._set(expected)

@@ -94,22 +94,27 @@ class TrackedLoader:
         self._collate: Callable[[Any], Any] = loader.collate_fn
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
-        self._worker_side: WorkerSide | None = None
         self._dataset = None if self.num_workers else stateful_dataset(loader)
         self._dataset_state: Any = None
+        self._worker_side: WorkerSide | None = None
         if self.num_workers:
-            self._worker_side = WorkerSide(
-                collate_fn=self._collate,
-                worker_init_fn=loader.worker_init_fn,
-                default_init=default_worker_init,
-                iterable=self.iterable,
-                leaves_rest=loader.batch_size is not None and not loader.drop_last,
-                has_state=stateful_dataset(loader) is not None,
-                per_sample=None if self._seeded is None else self._seeded.dataset,
-            )
+            self._worker_side = self._made_worker_side(loader, default_worker_init)
             slack = _SLACK_BYTES * (4 if is_iterable else 1)
             self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
         self._loader: weakref.ref[DataLoader[Any]] | None = None
+
+    def _made_worker_side(
+        self, loader: DataLoader[Any], default_worker_init: Callable[[int], None] | None
+    ) -> WorkerSide:
+        return WorkerSide(
+            collate_fn=self._collate,
+            worker_init_fn=loader.worker_init_fn,
+            default_init=default_worker_init,
+            iterable=self.iterable,
+            leaves_rest=loader.batch_size is not None and not loader.drop_last,
+            has_state=stateful_dataset(loader) is not None,
+            per_sample=None if self._seeded is None else self._seeded.dataset,
+        )
 
     @property
     def loader(self) -> DataLoader[Any]:

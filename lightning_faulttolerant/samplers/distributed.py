@@ -25,7 +25,9 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
 
     It is a ``DistributedSampler``: Lightning leaves it in its place and calls its ``set_epoch``. Under
     ``FaultTolerance`` the position is kept for it, and `advance` is not called. In a loop of one's own, call `advance`
-    for what was consumed; all ranks are taken to have consumed as much as this one.
+    for what was consumed; all ranks are taken to have consumed as much as this one. A loader with ``drop_last=True``
+    leaves samples over that are never consumed: end its epochs by `in_epoch`. A state from behind its last full batch
+    goes on with no batch, and then with the next epoch.
 
     Args:
         dataset: The data set, of which only the length is asked for, or that length itself.

@@ -27,6 +27,21 @@ Leftover = Literal["pad", "mixed", "drop"]
 _Part = dict[str, int]  # what was consumed of an epoch with one batch size
 
 
+class EpochTold:
+    """Passes the epoch on to a batch sampler.
+
+    Args:
+        batch_sampler: Which one.
+    """
+
+    def __init__(self, batch_sampler: InterruptibleDistributedGroupedBatchSampler) -> None:
+        self._batch_sampler = batch_sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes."""
+        self._batch_sampler.set_epoch(epoch)
+
+
 class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSampler[list[int]]):
     """Deal batches to ranks, each of samples of one group (images of like shape, texts of like length).
 
@@ -113,9 +128,9 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self._consumed_before = []
 
     @property
-    def sampler(self) -> InterruptibleDistributedGroupedBatchSampler:
-        """Itself: Lightning looks there for the `set_epoch` of a batch sampler."""
-        return self
+    def sampler(self) -> EpochTold:
+        """What passes the epoch on: Lightning looks here for the `set_epoch` of a batch sampler."""
+        return EpochTold(self)
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]  # torch's is an attribute, filled by its constructor

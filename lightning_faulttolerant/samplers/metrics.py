@@ -250,7 +250,6 @@ class MetricsTracker:
             pending = self._of_another_rank(state_dict, strict=strict)
         reports = [{name: float(value) for name, value in report.items()} for report in state_dict["epoch_reports"]]
         self.epoch_reports, self._aggregated, self._reduced, self._pending = reports, aggregated, reduced, pending
-        self._agreed = ()
         return self
 
     def _of_another_rank(self, state: Mapping[str, Any], *, strict: bool) -> _Amounts:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_faulttolerant.errors import FaultToleranceError
 from lightning_faulttolerant.streaming.world import current_world
 
 _VERSION = 1
@@ -69,8 +70,16 @@ class TimestampedTimer:
             torch.cuda.synchronize()
         return time.monotonic()
 
+    def _is_heard(self) -> bool:
+        if self._rank is not None:
+            return self._rank == 0
+        try:
+            return current_world().rank == 0
+        except FaultToleranceError:  # which rank it is can't be told yet: a report too many harms nobody
+            return True
+
     def _say(self, text: str, seconds: float) -> None:
-        if (current_world().rank if self._rank is None else self._rank) == 0:
+        if self._is_heard():
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             step, total = f"{1000 * seconds:,.3f}", f"{self.running:,.3f}"
             self._sink(f"[ {stamp} ] {text:<70}{step:>12} ms, {total:>12} s total")

@@ -235,8 +235,8 @@ class StreamingDataset(IterableDataset[Any]):
         finally:
             self._channel = None
 
-    def _normal(self, epoch: int, sample: int, *, least: int = 1) -> tuple[int, int]:
-        left = self._num_positions() - sample
+    def _normal(self, epoch: int, sample: int, *, least: int = 1, readers: Readers | None = None) -> tuple[int, int]:
+        left = self._num_positions(readers) - sample
         return (epoch, sample) if left >= least or not sample else (epoch + 1, 0)
 
     def _note(self, start: Start) -> None:
@@ -263,8 +263,8 @@ class StreamingDataset(IterableDataset[Any]):
     def _readers(self) -> Readers:
         return Readers.of(self._world(), self.batch_size or 1)
 
-    def _num_positions(self) -> int:
-        return self._ordering.num_positions(self._book.seeding, self._readers())
+    def _num_positions(self, readers: Readers | None = None) -> int:
+        return self._ordering.num_positions(self._book.seeding, readers or self._readers())
 
     def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
         is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
@@ -323,16 +323,17 @@ class StreamingDataset(IterableDataset[Any]):
             sample: How many samples of it all ranks together have consumed.
             least: How many have to be left; with fewer it is the beginning of the next epoch.
         """
-        world, seeding = self._world(), self._book.seeding
-        epoch, sample = self._normal(epoch, sample, least=least)
+        readers, seeding = self._readers(), self._book.seeding
+        num_nodes = readers.world.num_nodes
+        epoch, sample = self._normal(epoch, sample, least=least, readers=readers)
         return {
             "epoch": epoch,
             "sample_in_epoch": sample,
             "shuffle_seed": seeding.seed,
-            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, world.num_nodes),
-            "initial_physical_nodes": seeding.initial_nodes or world.num_nodes,
+            "num_canonical_nodes": self._ordering.num_canonical_nodes(seeding, num_nodes),
+            "initial_physical_nodes": seeding.initial_nodes or num_nodes,
             "version": VERSION,
-            "order": self._ordering.describe(self._readers()),
+            "order": self._ordering.describe(readers),
             "fingerprint": dict(self._fingerprint),
         }
 

@@ -128,6 +128,7 @@ class Ordering:
         sizes = [int(of_stream.sum()) for of_stream in self._shard_sizes]
         weights = [stream.weight for stream in streams]
         self.shares = shares_of_streams(weights, sizes, epoch_size=_count(epoch_size), seed=seeding.seed)
+        self._digest = digest(self.shares.chosen)
         self._orders: dict[tuple[int, Seeding, Readers], EpochOrder] = {}
         if not self.is_batched:  # says what is wrong with the arguments
             self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
@@ -254,7 +255,7 @@ class Ordering:
             "shuffle_block_size": self._block_size if self.shuffle else None,
             "epoch_size": self.shares.epoch_size,
             "sampling": f"{self._method} {self._granularity}",
-            "weights": digest(self.shares.chosen),
+            "weights": self._digest,
         }
 
 

@@ -159,5 +159,6 @@ def _ranks_per_node(env: Mapping[str, str], num_ranks: int) -> int:
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
     # A script that sbatch or salloc runs itself, not by srun, has SLURM_NTASKS too, and is alone all the same.
-    by_srun = any(name in env for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
-    return by_srun and "SLURM_PROCID" in env and ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env)
+    if "SLURM_PROCID" not in env or not any(name in env for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")):
+        return False
+    return any(name in env for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))

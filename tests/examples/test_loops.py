@@ -53,7 +53,7 @@ def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> En
     return script.wait()
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "fabric"])
+@pytest.mark.parametrize("name", ["plain_loop", pytest.param("fabric", marks=pytest.mark.slow)])
 def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_path: Path) -> None:
     """Killed, gone on, killed and gone on again, the last line with the weights' sum is the uninterrupted run's."""
     (tmp_path / "whole").mkdir()

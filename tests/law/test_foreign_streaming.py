@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,13 +12,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.loader.exactness import why_not_exact
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.foreign import mosaic
-from tests.processes import in_child
+from tests.processes import in_child, run
 from tests.runs import fit_net
 
 pytestmark = [
@@ -97,7 +96,7 @@ def litdata_loader(data: str, num_workers: int) -> DataLoader[Any]:
 
 
 def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_workers: int) -> None:
-    """Hold a fit to the law, killed in the first epoch and again in the second."""
+    """Hold a fit to the law, killed in the first epoch and in the second."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         warnings.simplefilter("ignore")
@@ -107,13 +106,40 @@ def assert_goes_on(make: Callable[[str, int], DataLoader[Any]], data: str, num_w
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 3), (1, 3)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
     """In the order of its epoch, with the draws of its workers, in the first epoch and in a later one."""
     assert_goes_on(mosaic_loader, mosaic_data, num_workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
     """The same of LitData."""
     assert_goes_on(litdata_loader, litdata_data, num_workers)
+
+
+class PassedOn(IterableDataset[Any]):
+    """Passes the samples of another data set on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
+
+
+def test_data_sets_whose_epochs_cant_be_told_are_refused(litdata_data: str) -> None:
+    """Mixtures, and data sets that pass theirs on, are refused with the reason; their own are not."""
+
+    def refused() -> None:
+        import litdata
+
+        parts = [litdata.StreamingDataset(litdata_data) for _ in range(2)]
+        mixture = litdata.CombinedStreamingDataset(parts)
+        for loader in (litdata.StreamingDataLoader(mixture), DataLoader(mixture), DataLoader(PassedOn(parts[0]))):
+            assert "passes on the samples of streaming data sets of LitData" in str(why_not_exact(loader))
+        assert why_not_exact(litdata.StreamingDataLoader(parts[0], batch_size=2)) is None
+
+    ended = run(refused)
+    assert ended.exit_code == 0, ended.output

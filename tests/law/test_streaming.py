@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant import ResumableDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law import elastic_runs
@@ -161,3 +161,36 @@ def test_another_number_of_workers_goes_on(data: str) -> None:
     order = StreamingDataLoader(StreamingDataset(data, shuffle=True), batch_size=4)
     for epoch in range(2):
         assert global_steps(done, epoch) == [sorted(batch["n"].tolist()) for batch in order]
+
+
+class Read(StreamingDataset):
+    """Notes which samples are read."""
+
+    def __getitem__(self, at: Any) -> Tensor:
+        self.read = [*getattr(self, "read", []), at]
+        return torch.tensor([super().__getitem__(at)["n"], torch.rand(()).item()])
+
+
+def test_a_resume_reads_no_sample_again(data: str) -> None:
+    """In a loop of one's own: the samples of the consumed batches are not read, and the next epochs follow."""
+
+    def made() -> tuple[Read, ResumableDataLoader[Any]]:
+        dataset = Read(data, shuffle=True)
+        return dataset, ResumableDataLoader(dataset, batch_size=4)
+
+    def epochs(loader: ResumableDataLoader[Any]) -> list[Any]:
+        return [(epoch, batch.tolist()) for epoch in range(loader.epoch, 3) for batch in loader]
+
+    whole, loader = made()
+    reference = [(0, batch.tolist()) for _, batch in zip(range(5), loader, strict=False)]
+    state = loader.state_dict()
+    resumed_dataset, resumed = made()
+    resumed.load_state_dict(state)
+    continued = made()[1]
+    continued.load_state_dict(state)
+    rest = epochs(resumed)
+    assert epochs(continued) == rest
+    assert sorted(n for epoch, batch in reference + rest[:3] for n, _ in batch) == list(range(32))
+    assert len(rest) == 3 + 2 * 8
+    assert resumed_dataset.read[:12] == [int(n) for _, batch in rest[:3] for n, _ in batch]
+    assert not set(resumed_dataset.read[:12]) & set(whole.read[:20])

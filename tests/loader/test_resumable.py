@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_faulttolerant import FingerprintMismatchError, NotExactError, ResumableDataLoader
+from lightning_faulttolerant import FingerprintMismatchError, InterruptibleSampler, NotExactError, ResumableDataLoader
 from tests.loader.loops import Drawing, listed, loop, own_draws, seed
 
 Event = tuple[Any, ...]
@@ -40,6 +40,20 @@ class Stream(IterableDataset[float]):
         order = torch.randperm(self.length).tolist()
         for k in range(worker, self.length, step):
             yield torch.tensor([float(k), order[k], self.rng.random(), random.gauss(0, 1), torch.rand(()).item()])
+
+
+class OwnIterator(IterableDataset[float]):
+    """Is its own iterator, and begins anew whenever it is asked for one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.place == 7:
+            raise StopIteration
+        self.place += 1
+        return torch.tensor([float(self.place), torch.rand(()).item()])
 
 
 def safe(state: Any) -> Any:
@@ -126,6 +140,8 @@ MAPS: dict[str, Callable[[], dict[str, Any]]] = {
         "sampler": DistributedSampler(range(9), num_replicas=2, rank=1, seed=5),
     },
     "iterable": lambda: {"dataset": Stream(7), "batch_size": 2},
+    "its own iterator": lambda: {"dataset": OwnIterator(), "batch_size": 2},
+    "sampler of ours": lambda: {"dataset": Drawing(7), "batch_size": 2, "sampler": InterruptibleSampler(7)},
 }
 
 
@@ -354,6 +370,35 @@ def test_what_is_set_behind_a_load_takes_effect() -> None:
     resumed = small(state=state)
     resumed.collate_fn = lambda samples: torch.stack(samples)[:, :1]
     assert [listed(batch) for batch in resumed] == [[[index]] for index in rest]
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_sampler_that_is_told_by_in_epoch_goes_on(counts: bool) -> None:
+    """Also where the loop counts in the sampler, its own epochs and the loader's go on together."""
+
+    def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:
+        events: list[Event] = []
+        for epoch in range(loader.epoch, 3):
+            with loader.sampler.in_epoch(epoch):  # type: ignore[attr-defined]
+                for batch in loader:
+                    events.append((epoch, listed(batch), *own_draws()))
+                    if counts:
+                        loader.sampler.advance(len(batch))  # type: ignore[attr-defined]
+                    saved.append((len(events), safe(loader.state_dict())))
+            saved.append((len(events), safe(loader.state_dict())))
+        return events
+
+    def made() -> ResumableDataLoader[Any]:
+        return ResumableDataLoader(Drawing(7), batch_size=2, sampler=InterruptibleSampler(7))
+
+    seed(1)
+    saved: list[Any] = []
+    reference = epochs(made(), saved)
+    for number, (done, state) in enumerate(saved):
+        seed(100)
+        loader = made()
+        loader.load_state_dict(state)
+        assert epochs(loader, []) == reference[done:], f"state {number}"
 
 
 class Doubling(ResumableDataLoader[Any]):

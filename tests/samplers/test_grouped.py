@@ -225,6 +225,35 @@ def test_fault_samples_left_over_of_small_groups_are_lost(leftover: Any, num_bat
     assert 9 - len({index for batch in batches for index in batch}) == num_lost
 
 
+def test_what_is_left_over_comes_in_order() -> None:
+    """Mixed batches follow the epoch's order; of those that are filled up, the fullest come first."""
+    assert list(grouped((1, 0, 1, 0, 2), 3, shuffle=False, leftover="mixed")) == [[0, 1, 2], [3, 4]]
+    assert list(grouped((0, 1, 1), 4, shuffle=False)) == [[1, 2, 1, 2], [0, 0, 0, 0]]
+
+
+def test_drop_last_holds_for_batches_of_another_size_too() -> None:
+    """Those that are formed anew of the rest are full."""
+    groups = (0, 1, 2, 3, 0, 1, 2, 3, 4)
+    saved = grouped(groups, 2, shuffle=False, leftover="mixed", drop_last=True)
+    saved.advance(1)
+    sampler = grouped(groups, 4, shuffle=False, leftover="mixed", drop_last=True)
+    sampler.load_state_dict(saved.state_dict())
+    assert list(sampler) == [[1, 2, 3, 5]]
+
+
+def test_whoever_keeps_positions_keeps_what_other_batch_sizes_consumed() -> None:
+    """All that is kept of the epoch is plain, and a sampler that is made again goes on from it."""
+    groups = [i % 3 for i in range(30)]
+    saved = grouped(groups, 2)
+    saved.advance(4)
+    sampler = grouped(groups, 5)
+    sampler.load_state_dict(saved.state_dict())
+    again = grouped(groups, 5)
+    again.load_progress_state(sampler.progress_state())
+    assert list(again) == list(sampler)
+    assert again.state_dict() == sampler.state_dict()
+
+
 def test_fault_drop_last_keeps_batches_that_are_not_full() -> None:
     """With drop_last every batch is full of samples of its own, and the ranks have equally many."""
     groups = [i % 3 for i in range(32)]

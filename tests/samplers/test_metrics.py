@@ -69,14 +69,16 @@ def _cases(rank: int) -> Any:
     metrics.reset_local().update({f"only {rank}": rank + 1}).reduce()
     found["sets"] = dict(metrics.local)
     state = metrics.state_dict()
-    if rank == 0:  # one rank that has forgotten the names that all had agreed on
-        metrics.load_state_dict(state)
-    found["after load"] = dict(metrics.reset_local().update({"loss": 2}).reduce().local)
+    if rank == 0:  # one rank does not know the names that all had agreed on
+        metrics = MetricsTracker().load_state_dict(state)
+    metrics.reset_local()
+    found["after load"] = dict((metrics.update({"loss": 4}) if rank == 1 else metrics).reduce().local)
     second = MetricsTracker()
     found["empty"] = dict(second.reduce().local)
     if rank == 1:
         second.update({"late": 5})
     found["late"] = dict(second.reduce().local)
+    found["sorted"] = list(MetricsTracker().update(dict.fromkeys("hgfedcba", rank)).reduce().local)
     found["large"] = MetricsTracker().update({"n": 2**24 + rank}).reduce().agg["n"]
     ops = MetricsTracker({"m": "mean", "lo": "min", "hi": "max"})
     for value in (1, 2, 3) if rank == 0 else (10,):
@@ -113,6 +115,7 @@ def test_fault_it_needs_cuda(ranks: list[Any]) -> None:
 def test_fault_metrics_are_mixed_by_the_order_of_their_names(ranks: list[Any]) -> None:
     """Ranks that name them in another order get each its own sum."""
     assert ranks[0]["order"] == {"loss": 2.0, "n": 200.0}
+    assert ranks[0]["sorted"] == ranks[1]["sorted"] == list("abcdefgh")
 
 
 def test_fault_a_second_reduce_multiplies_by_the_ranks(ranks: list[Any]) -> None:
@@ -154,6 +157,19 @@ def test_values_that_were_not_reduced_are_one_ranks(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
         assert found["own"] == {"x": 2.0}
         assert f"values of rank {1 - rank} of 2" in found["other"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("nccl", "cuda:3"), ("gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("undefined", "cpu")]
+)
+def test_numbers_are_exchanged_where_the_group_can(
+    backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU where the group knows nothing else; where it is told to, in any case."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert torch.device(MetricsTracker()._device_of_exchange()) == torch.device(expected)
+    assert MetricsTracker(device="meta")._device_of_exchange() == "meta"
 
 
 def test_fault_the_state_is_refused_by_a_safe_load_and_aliases_the_tracker() -> None:

@@ -62,6 +62,11 @@ def test_more_than_there_are_is_still_an_error() -> None:
     assert sampler.progress == 8
     sampler.advance(8)
     assert sampler.progress == 10
+    again = sampler_of(10)
+    assert len(list(again)) == 10
+    next(iter(again))  # begun again: it has not given out all
+    with pytest.raises(AdvancedTooFarError):
+        again.advance(11)
     with pytest.raises(ValueError, match="-1"):
         sampler.advance(-1)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_faulttolerant
 from lightning_faulttolerant import (
@@ -188,6 +188,43 @@ def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
     sampler.advance(4)
     sampler.reset_progress()
     assert (sampler.epoch, sampler.progress) == (1, 0)
+
+
+def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
+    """Once it is consumed whole, in loops that call set_epoch themselves."""
+    sampler = sampler_of(10)
+    sampler.load_state_dict({"progress": 4, "epoch": 0})
+    sampler.set_epoch(0)
+    sampler.advance(6)
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.progress) == (1, 0)
+
+
+def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
+    """As the original's users do it: a state saved behind it does not repeat the epoch."""
+    sampler = sampler_of(10)
+    sampler.advance(10)
+    sampler.reset_progress()
+    assert (sampler.epoch, sampler.progress) == (1, 0)
+
+
+def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
+    """By in_epoch; a state from behind its last full batch gives no batch, and goes on with the next epoch."""
+    sampler = sampler_of(10)
+    loader = DataLoader(range(10), sampler=sampler, batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    states = []
+    for epoch in range(2):
+        with sampler.in_epoch(epoch):
+            for _ in loader:
+                sampler.advance(4)
+                states.append(sampler.state_dict())
+    assert [(state["epoch"], state["progress"]) for state in states] == [(0, 4), (0, 8), (1, 4), (1, 8)]
+    sampler.load_state_dict(states[1])
+    counts = []
+    for epoch in range(sampler.epoch, 2):
+        with sampler.in_epoch(epoch):
+            counts.append(len(list(loader)))
+    assert counts == [0, 2]
 
 
 def test_in_epoch_gives_up_the_rest_if_it_is_told_to(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,6 +103,7 @@ def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
 
 def test_fault_the_global_generator_is_seeded(root: Path) -> None:
     """Python's and torch's generators are left alone."""
+    random.random()  # or the state could be that behind a shuffle of an earlier test
     before = random.getstate(), torch.get_rng_state()
     numbers_of(dataset_of(root))
     ShardedMapDataset(range(10))[0]
@@ -171,6 +172,12 @@ def test_fault_shards_overlap_and_leave_samples_out(length: int, ranks: int) -> 
             assert sum(counts.values()) - len(counts) < ranks
         if fraction * ranks >= 1:
             assert len(counts) == length
+
+
+def test_a_fraction_is_of_whole_samples() -> None:
+    """It is rounded up, but not by what a floating point number is off: 0.07 of 100 samples are 7."""
+    for length, fraction, expected in ((100, 0.07, 7), (31, 0.1, 4), (10, 1 / 3, 4), (9, 1 / 3, 3), (10, 1.0, 10)):
+        assert len(Share(length, fraction=fraction, rank=0, num_replicas=1)) == expected
 
 
 def test_fault_everything_is_decoded_again_at_each_start(root: Path) -> None:

@@ -48,6 +48,14 @@ def test_it_prints_on_rank_0_only(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert [name in printed for name in ("alone", "environment", "argument")] == [True, False, True]
 
 
+def test_it_reports_where_its_rank_can_not_be_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer stops no script."""
+    lines: list[str] = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    TimestampedTimer(sink=lines.append)
+    assert len(lines) == 1
+
+
 def test_fault_it_runs_by_a_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Turning back the time of day changes nothing."""
     timer = TimestampedTimer(rank=1)

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError, IndexFileError, StreamingError
-from tests.streaming.shard_files import batches, numbers, write
+from tests.streaming.shard_files import batches, numbers, shard_paths, write
 
 DOCUMENTED = {
     "local": inspect.Parameter.empty,
@@ -57,6 +58,17 @@ def test_the_arguments_work_by_place(tmp_path: Path, directory: str) -> None:
     assert dataset.batch_size == 4
     assert dataset.state_dict(0, True)["shuffle_seed"] == 7
     assert (tmp_path / "cache" / "train" / "index.json").exists()
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_a_remote_is_any_address_of_fsspec(tmp_path: Path, directory: str, protocol: str) -> None:
+    """Shards come from an address by fsspec, with a split below it, and are cached here."""
+    remote = f"memory://{tmp_path}" if protocol == "memory" else f"file://{tmp_path}/data"
+    if protocol == "memory":
+        fsspec.filesystem("memory").put(directory, f"{remote}/train", recursive=True)
+    dataset = StreamingDataset(str(tmp_path / "cache"), remote, "train", batch_size=8)
+    assert numbers(StreamingDataLoader(dataset, batch_size=8, num_workers=1)) == list(range(101))
+    assert len(shard_paths(tmp_path / "cache" / "train")) == len(shard_paths(directory))
 
 
 def test_samples_are_had_by_number(directory: str) -> None:
@@ -132,7 +144,7 @@ def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> Non
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
     """Threads that fetch ahead are gone when an iteration has ended, and when it is given up."""
-    dataset = StreamingDataset(str(tmp_path / "cache"), directory)
+    dataset = StreamingDataset(str(tmp_path / "cache"), directory, predownload=1)
     samples = iter(dataset)
     next(samples)
     assert _prefetching()
@@ -172,6 +184,12 @@ def test_a_directory_without_an_index_is_refused(tmp_path: Path) -> None:
     """Where there is no index, nothing can be read, and the error names it."""
     with pytest.raises(IndexFileError, match=r"index\.json"):
         StreamingDataset(str(tmp_path))
+
+
+def test_an_index_without_samples_is_refused(tmp_path: Path) -> None:
+    """A data set of no samples would have epochs of nothing: an error."""
+    with pytest.raises(IndexFileError, match="no samples"):
+        StreamingDataset(write(tmp_path, 0))
 
 
 def test_an_epoch_may_have_another_size(directory: str) -> None:
@@ -253,7 +271,13 @@ def test_what_is_no_state_is_refused(directory: str) -> None:
 
 def test_an_unknown_order_is_announced(directory: str, caplog: pytest.LogCaptureFixture) -> None:
     """A state of the original does not say its order: without one of the original's algorithms, a warning says so."""
-    state = {"epoch": 0, "sample_in_epoch": 8, "shuffle_seed": 3, "num_canonical_nodes": 2}
+    state = {
+        "epoch": 0,
+        "sample_in_epoch": 8,
+        "shuffle_seed": 3,
+        "num_canonical_nodes": 2,
+        "initial_physical_nodes": 3,
+    }
     StreamingDataset(directory, shuffle=True, shuffle_algo="py1e").load_state_dict(state)
     assert not caplog.records
     dataset = StreamingDataset(directory, shuffle=True)

@@ -59,7 +59,7 @@ def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyP
     first = EpochBook(Seeding(seed=1))
     _as_worker(0, "Process-4", monkeypatch)
     assert first.begin_in_worker(_same) == (0, 0)
-    _as_worker(1, "Process-7", monkeypatch)
+    _as_worker(1, f"Process-{5 + epochs._SLOTS}", monkeypatch)  # it looks into the same slot
     other = _copy(first)
     with pytest.raises(StreamingError, match="worker 0 has not begun"):
         other.begin_in_worker(_same)

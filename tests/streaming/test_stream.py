@@ -112,6 +112,9 @@ def test_a_state_of_another_mixture_is_refused(directories: list[str]) -> None:
     state = _mixed(directories, {"repeat": 1}, {"repeat": 2}).state_dict(0, True)
     with pytest.raises(FingerprintMismatchError, match="samples of an epoch: 140 -> 160"):
         _mixed(directories, {"repeat": 2}, {"repeat": 1}).load_state_dict(state)
+    state = _mixed(directories, {"proportion": 1}, {"proportion": 3}).state_dict(0, True)
+    with pytest.raises(FingerprintMismatchError, match="how many samples of each stream"):
+        _mixed(directories, {"proportion": 3}, {"proportion": 1}).load_state_dict(state)
 
 
 def test_samples_are_numbered_over_all_streams(directories: list[str]) -> None:

@@ -52,7 +52,7 @@ class Remote:
         self._process_id = 0
         self._shared: AsyncFileSystem | None = None
         self._root = ""
-        self.is_local = isinstance(self._file_system(), LocalFileSystem)
+        self.is_local = isinstance(self.file_system(), LocalFileSystem)
 
     def local_directory(self) -> str | None:
         """Return the directory where it is one of this machine."""
@@ -80,12 +80,12 @@ class Remote:
             TimeoutError: If it has not ended in time.
             Exception: What the client raises.
         """
-        fs, path = self._file_system(), _join(self._root, basename)
+        fs, path = self.file_system(), _join(self._root, basename)
         _let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             result_in_time(_in_loop(fs, fs._get_file(path, target)), timeout_seconds)
         else:
-            copy = _Copy(self._file_system, path, target)
+            copy = _Copy(self.file_system, path, target)
             try:
                 result_in_time(_in_thread(copy), timeout_seconds)
             finally:
@@ -96,15 +96,16 @@ class Remote:
 
     def read(self, basename: str, *, timeout_seconds: float) -> bytes:
         """Return the content of a file, as ``download`` does."""
-        fs, path = self._file_system(), _join(self._root, basename)
+        fs, path = self.file_system(), _join(self._root, basename)
         _let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
         else:  # asked for in the thread that uses it: fsspec keeps one for each thread
-            content = result_in_time(_in_thread(lambda: self._file_system().cat_file(path)), timeout_seconds)
+            content = result_in_time(_in_thread(lambda: self.file_system().cat_file(path)), timeout_seconds)
         return bytes(content)
 
-    def _file_system(self) -> Any:
+    def file_system(self) -> Any:
+        """Return fsspec's file system, of this process and, if it blocks, of this thread."""
         if self._shared is not None and self._process_id == os.getpid():
             return self._shared
         try:
@@ -201,9 +202,10 @@ def _options(url: str) -> dict[str, Any]:
         return {"config_kwargs": {"retries": {"mode": "legacy"}}}
     if scheme in _WEB_PROTOCOLS:
         with contextlib.suppress(ImportError):
-            import aiohttp
+            from fsspec.implementations import http
 
-            return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None)}}  # ours counts, not its 5 minutes
+            # Ours counts, not the five minutes that it has for each request.
+            return {"client_kwargs": {"timeout": http.aiohttp.ClientTimeout(total=None)}}
     return {}
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import fetch_index
+from lightning_faulttolerant.streaming.cache import attempts, fetch_index
+from lightning_faulttolerant.streaming.cache.remote import Remote
 from tests.streaming.cache.remotes import HASH, assert_tidy, assert_whole, cache_of, flaky, make_data, web, write
 
 SHARD = "shard.00001.mds"
@@ -150,6 +151,35 @@ def test_downloads_leave_the_generators_alone(tmp_path: Path) -> None:
     with flaky(data.stored, {SHARD: ["fail"]}) as (remote, _):
         assert_whole(cache_of(data, tmp_path, remote), data)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_clients_of_remotes_draw_from_generators_of_their_own(tmp_path: Path) -> None:
+    """What asynchronous clients draw in their retries and connections they don't draw from the run's generators."""
+    data = make_data()
+    with web(data.stored) as (remote, _):
+        cache_of(data, tmp_path, remote).fetch(1)
+        http = fsspec.filesystem("http")
+    assert sys.modules["aiohttp.connector"].random is not random
+    assert http.client_kwargs == {}  # others' clients stay as they are
+    assert Remote("s3://bucket").file_system().config_kwargs == {"retries": {"mode": "legacy"}}
+    assert Remote("http://localhost").file_system().client_kwargs["timeout"].total is None
+
+
+def test_pauses_between_attempts_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pause is between half and all of twice the one before, up to 30 s, and counts in the longest time."""
+    pauses: list[float] = []
+
+    def fail() -> None:
+        raise OSError("again")
+
+    monkeypatch.setattr(attempts, "pause", pauses.append)
+    monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.5)
+    tried = attempts.Attempts(retry=8, timeout_seconds=10)
+    with pytest.raises(attempts.FailedError, match="9 attempts, the last: OSError: again"):
+        tried.run(fail)
+    longest = [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert all(most / 2 <= found <= most for found, most in zip(pauses, longest, strict=True))
+    assert tried.longest_seconds >= 9 * 10 + sum(longest)
 
 
 @pytest.mark.parametrize("fault", ["hang", "late"])

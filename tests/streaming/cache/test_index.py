@@ -57,7 +57,7 @@ def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
     write_at_once = index._write
 
     def write_late(*args: object) -> None:
-        time.sleep(0.02)
+        time.sleep(0.1)
         write_at_once(*args)
 
     def fetch(text: bytes) -> None:

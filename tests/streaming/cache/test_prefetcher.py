@@ -34,8 +34,9 @@ def here(data: Data, directory: Path) -> list[int]:
     return [number for number, info in enumerate(data.infos) if (directory / info.files[0].basename).exists()]
 
 
-def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path) -> None:
-    """As the reader goes on, the shards of the next samples come, and no others."""
+def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reader goes on, the shards of the next samples come at once, and no others."""
+    monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 1000.0)
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)
@@ -138,10 +139,10 @@ def test_nothing_runs_where_everything_is_local(tmp_path: Path) -> None:
 def test_closing_gives_up_what_is_being_fetched(tmp_path: Path) -> None:
     """A download that hangs, or the pause before the next attempt, keeps no one from the end."""
     data = make_data(4)
-    kinds = {"shard.00000.mds": ["hang"] * 9, "shard.00001.mds": ["hang"] * 9}
+    kinds = {name: ["hang"] * 9 for name in data.stored}
     with web(data.stored, kinds) as (remote, faults):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=100)
-        wait_for(lambda: len(faults.asked) == 2)
+        wait_for(lambda: len(faults.asked) == 4)
         ahead.close()
         assert threads() == []
         assert_tidy(tmp_path)
@@ -153,7 +154,7 @@ def test_a_prefetcher_that_is_forgotten_ends(tmp_path: Path) -> None:
     with flaky(data.files) as (remote, _):
         ahead = Prefetcher([cache_of(data, tmp_path, remote)], needs(4), predownload=0)
         wait_for(lambda: here(data, tmp_path) == [0])
-        assert len(threads()) == 2
+        assert len(threads()) == prefetcher._NUM_THREADS
         del ahead
         gc.collect()
         wait_for(lambda: threads() == [])
@@ -270,6 +271,7 @@ def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> Non
             for number in (0, 1):
                 ahead.wait(0, number)
                 cache.hold(number)
+            wait_for(lambda: cache.is_held(2))  # it is being tried
             with pytest.raises(CacheLimitError, match="2000"):
                 ahead.wait(0, 2)
 

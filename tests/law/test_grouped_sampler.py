@@ -1,0 +1,23 @@
+"""The law for batches of groups: under the callback nobody calls ``advance``, and the batches go on where they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import InterruptibleDistributedGroupedBatchSampler
+from tests.runs import Cut, NoisyDataset, assert_goes_on, each_cut
+
+GROUPS = [i % 4 for i in range(32)]
+
+
+@each_cut
+def test_grouped_batches_go_on_without_advance(cut: Cut) -> None:
+    """Each epoch has an order of its own, as Lightning tells the sampler its epoch, and a resume is in its batches."""
+
+    def train() -> DataLoader[Any]:
+        sampler = InterruptibleDistributedGroupedBatchSampler(range(32), GROUPS, 4, seed=3)
+        return DataLoader(NoisyDataset(), batch_sampler=sampler)
+
+    assert_goes_on(cut, train=train)
