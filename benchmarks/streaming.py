@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--data", action="append", choices=DATA, help="only this one; may be given several times")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each (default: 7)")
-    parser.add_argument("--seconds", type=float, default=0.7, help="length of a measurement (default: 0.7)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="a measurement takes at most so long (default: 4)")
     parser.add_argument("--quick", action="store_true", help="few samples, one round: figures mean nothing")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args(arguments)
