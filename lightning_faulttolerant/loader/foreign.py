@@ -7,6 +7,7 @@ the random states are ours. Their own states hold no random states, and are left
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,41 +75,50 @@ class ForeignEpochs:
     """
 
     def __init__(self, loader: Any) -> None:
+        self._copy: weakref.ref[Any] | None = None
         self.library = library_of(loader.dataset)
         self._dataset = loader.dataset
         self._counts_itself = self.library == LITDATA and is_loader_of(type(loader))
         self._begun: int | None = None
 
-    def begin(self, loader: Any) -> None:
-        """Note which epoch the iteration is that is being made now on `loader`, the copy that is followed."""
+    def follow(self, copy: Any) -> None:
+        """Count with the copy of the loader that is followed; it is not held, so that no cycle keeps its workers."""
+        self._copy = weakref.ref(copy)
+
+    def begin(self) -> None:
+        """Note which epoch the iteration is that is being made now."""
         if self.library is not None:
             # LitData's loader counts it before; MosaicML's data set counts when its workers begin.
-            self._begun = self._next(loader) - self._counts_itself
+            self._begun = self._next() - self._counts_itself
 
-    def take_back(self, loader: Any) -> None:
+    def take_back(self) -> None:
         """Let an iteration that was asked for, and is not made, be the next one again."""
         if self._counts_itself:
-            loader.current_epoch -= 1
+            self._loader.current_epoch -= 1
 
-    def state_dict(self, loader: Any, *, in_iteration: bool) -> dict[str, Any]:
+    def state_dict(self, *, in_iteration: bool) -> dict[str, Any]:
         """Return which epoch is under way, or comes next."""
         if self.library is None:
             return {}
-        epoch = self._begun if in_iteration else self._next(loader)
+        epoch = self._begun if in_iteration else self._next()
         return {"library": self.library, "epoch": epoch}
 
-    def load_state_dict(self, state: Mapping[str, Any], loader: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration be that epoch."""
         if self.library is None or state.get("library") != self.library:
             return
         if self.library == MOSAIC:
             self._dataset.next_epoch = state["epoch"]
         elif self._counts_itself:
-            loader.current_epoch = state["epoch"]
+            self._loader.current_epoch = state["epoch"]
         else:
             self._dataset.set_epoch(state["epoch"])
 
-    def _next(self, loader: Any) -> int:
+    @property
+    def _loader(self) -> Any:
+        return None if self._copy is None else self._copy()
+
+    def _next(self) -> int:
         if self.library == MOSAIC:
             return int(self._dataset.next_epoch)
-        return int(loader.current_epoch if self._counts_itself else self._dataset.current_epoch)
+        return int(self._loader.current_epoch if self._counts_itself else self._dataset.current_epoch)

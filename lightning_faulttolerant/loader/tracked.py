@@ -148,6 +148,7 @@ class TrackedLoader:
             tracked.worker_init_fn = self._worker_side.init
         forget_own_position(tracked)
         self._loader = weakref.ref(tracked)
+        self._foreign.follow(tracked)
         return tracked
 
     @property
@@ -183,7 +184,7 @@ class TrackedLoader:
         if self.is_held_back():
             self._is_asked = False
             self._streamed.take_back()
-            self._foreign.take_back(self.loader)
+            self._foreign.take_back()
             return iter(())
         (plan, states, drop), self._plan = self._plan or (None, None, 0), None
         self._unused_state = None
@@ -249,7 +250,7 @@ class TrackedLoader:
             self._make_ring(states)
         self._num_iterations += 1
         self._streamed.begin()
-        self._foreign.begin(self.loader)
+        self._foreign.begin()
         if self.iterable is not None:
             self.iterable.strict, self.iterable.not_exact = self.index_side.strict, self.index_side.not_exact
             if not self.num_workers:
@@ -300,7 +301,7 @@ class TrackedLoader:
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
         more = {"samplers": self.index_side.own_progress(), "streams": streams, "is_dealt": self._streamed.is_dealt}
-        more["foreign"] = self._foreign.state_dict(self.loader, in_iteration=in_iteration)
+        more["foreign"] = self._foreign.state_dict(in_iteration=in_iteration)
         return {**self._state(consumed, iteration), **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
@@ -361,7 +362,7 @@ class TrackedLoader:
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         self._streamed.load_state_dict(state_dict.get("streams", ()))
-        self._foreign.load_state_dict(state_dict.get("foreign", {}), self.loader)
+        self._foreign.load_state_dict(state_dict.get("foreign", {}))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:

@@ -29,10 +29,8 @@ def positions_of_step(step: int, *, start: int, world: World, batch_size: int) -
 
 
 def nodes_of(world: World) -> tuple[int, int]:
-    """Return the number of nodes and of ranks on each; one node if the ranks don't divide evenly."""
-    if world.num_ranks % world.ranks_per_node:
-        return 1, world.num_ranks
-    return world.num_ranks // world.ranks_per_node, world.ranks_per_node
+    """Return the number of nodes and of ranks on each."""
+    return world.num_nodes, world.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,15 +112,6 @@ def test_a_node_reads_the_rows_that_are_its_own_after_any_cut(
         assert (read % nodes == rank // ranks).all()
 
 
-def test_ranks_that_do_not_divide_over_nodes_are_dealt_as_one_node() -> None:
-    """Three ranks, two on a node: every position is read once all the same."""
-    read = [
-        positions_of_step(1, start=5, world=World(rank=rank, num_ranks=3, ranks_per_node=2), batch_size=4)
-        for rank in range(3)
-    ]
-    assert sorted(np.concatenate(read)) == list(range(17, 29))
-
-
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
     """A state at or behind the last position means the next epoch, its repeats counted or not."""
     assert normalised(3, 9, num_positions=10) == (3, 9)
