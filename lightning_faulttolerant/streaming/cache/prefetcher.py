@@ -54,6 +54,8 @@ class Prefetcher:
         predownload: How many samples ahead of the reader's position shards are fetched.
         num_readers: How many processes of this machine read through the same limit. Each fetches ahead at most its
             part of half the limit, or they would evict from each other what is about to be needed.
+        first: The position up to which samples are read at once: what is needed behind it is fetched once the reader
+            is there, so that nothing delays the first batch.
 
     Example::
 
@@ -66,12 +68,18 @@ class Prefetcher:
     """
 
     def __init__(
-        self, caches: Sequence[ShardCache], upcoming: Iterator[Need], *, predownload: int, num_readers: int = 1
+        self,
+        caches: Sequence[ShardCache],
+        upcoming: Iterator[Need],
+        *,
+        predownload: int,
+        num_readers: int = 1,
+        first: int = 0,
     ) -> None:
         self._caches = caches
         self._process_id = os.getpid()
         limits = [cache.limit.num_bytes for cache in caches if cache.limit is not None]
-        self._work = _Work(caches, upcoming, predownload, min(limits) // (2 * num_readers) if limits else None)
+        self._work = _Work(caches, upcoming, predownload, min(limits) // (2 * num_readers) if limits else None, first)
         self._threads: list[threading.Thread] = []
         if any(cache.has_remote for cache in caches):
             # With a limit one after the other: what is needed later must not take the room of what is needed sooner.
@@ -136,7 +144,12 @@ class _Work:
     """What the threads share; they must not know their Prefetcher, or it would never be garbage."""
 
     def __init__(
-        self, caches: Sequence[ShardCache], upcoming: Iterator[Need], predownload: int, max_bytes: int | None
+        self,
+        caches: Sequence[ShardCache],
+        upcoming: Iterator[Need],
+        predownload: int,
+        max_bytes: int | None,
+        first: int,
     ) -> None:
         self.position = 0
         self.resume_at = 0
@@ -146,6 +159,7 @@ class _Work:
         self._upcoming_lock = threading.Lock()
         self._predownload = predownload
         self._max_bytes = max_bytes
+        self._first = first
         self._changed = threading.Condition()
         self._wanted: Key | None = None
         self._makes_way = False
@@ -213,7 +227,8 @@ class _Work:
 
     def _wait_for_turn(self, need: Need) -> None:
         with self._changed:
-            self.resume_at = need.position - self._predownload
+            ahead = need.position - self._predownload
+            self.resume_at = ahead if need.position < self._first else max(ahead, self._first)
             while (self.position < self.resume_at or not self._has_room(need)) and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS if self.position < self.resume_at else _ROOM_SECONDS)
                 if _is_orphan():

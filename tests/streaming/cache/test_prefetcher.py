@@ -256,7 +256,7 @@ def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
     data = make_data(8)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(2000))
-        with Prefetcher([cache], needs(3), predownload=1000) as ahead:
+        with Prefetcher([cache], needs(1), predownload=1000) as ahead:
             wait_for(lambda: here(data, tmp_path) == [0])
             cache.fetch(5)
             cache.hold(5)
@@ -289,7 +289,7 @@ def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -
     kinds = {"shard.00004.mds": ["hang"], "shard.00005.mds": ["hang"]}
     with web(data.stored, kinds) as (remote, faults):
         with child(read) as reader:
-            wait_for(lambda: len(faults.asked) == 6)
+            wait_for(lambda: len(faults.asked) == 6 and here(data, tmp_path) == [0, 1, 2, 3])
             os.kill(reader.process_id, signal.SIGKILL)
         cache = cache_of(data, tmp_path, remote)
         with Prefetcher([cache], needs(6), predownload=100) as ahead:
@@ -297,3 +297,17 @@ def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -
                 ahead.wait(0, number)
         assert len(faults.asked) == 8
     assert_tidy(tmp_path)
+
+
+def test_what_is_needed_first_is_not_delayed(tmp_path: Path) -> None:
+    """Until the reader is behind its first samples, nothing else is fetched; then as far ahead as told."""
+    data = make_data(6)
+    with flaky(data.files) as (remote, _):
+        cache = cache_of(data, tmp_path, remote)
+        with Prefetcher([cache], needs(6), predownload=30, first=20) as ahead:
+            wait_for(lambda: here(data, tmp_path) == [0, 1])
+            ahead.advance(19)
+            time.sleep(0.05)
+            assert here(data, tmp_path) == [0, 1]
+            ahead.advance(20)
+            wait_for(lambda: here(data, tmp_path) == list(range(6)))
