@@ -1,8 +1,9 @@
 """Which epoch an iteration is, and where in it it begins: known to a data set's copies in all processes of one rank.
 
 The numbers lie in a piece of shared memory without a name (nothing of it is left when the processes are gone). It is
-written by whoever begins an iteration: the process itself, its `StreamingDataLoader`, or, under any other loader,
-worker 0; the other workers of that loader wait for what worker 0 found. No lock is taken.
+that of one main process and its data-loading workers: a copy, and a rank that was forked or spawned with the data set,
+has its own. It is written by whoever begins an iteration: the process itself, its `StreamingDataLoader`, or, under any
+other loader, worker 0; the other workers of that loader wait for what worker 0 found. No lock is taken.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
@@ -48,6 +51,58 @@ class Start:
     are_lent: bool = False
 
 
+class _SharedNumbers:
+    """Whole numbers that a main process shares with its data-loading workers, and with nobody else.
+
+    Ranks that are forked or spawned with a data set would else count each other's epochs as their own.
+
+    Args:
+        size: How many; all are 0 at first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._put([0] * size)
+
+    def _put(self, numbers: list[int]) -> None:
+        self._tensor = torch.tensor(numbers, dtype=torch.int64)
+        self._tensor.share_memory_()  # type: ignore[no-untyped-call]
+        self._process_id = os.getpid()
+        self._when_left = numbers
+        _all_shared.add(self)
+
+    def own(self) -> torch.Tensor:
+        """Return the numbers of this process; of its main process, if it is a data-loading worker."""
+        if self._process_id != os.getpid() and get_worker_info() is None:
+            self._put(self._when_left)
+        return self._tensor
+
+    def leave(self) -> None:
+        """Get ready to be in another process, which will have these numbers as they are now, worker or not."""
+        self._when_left = self.own().tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.leave()
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if not self._tensor.is_shared():  # not by multiprocessing: a copy
+            self._put(self._when_left)
+        _all_shared.add(self)
+
+
+_all_shared: weakref.WeakSet[_SharedNumbers] = weakref.WeakSet()
+
+
+def _leave_before_fork() -> None:
+    for numbers in list(_all_shared):
+        numbers.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_leave_before_fork)
+
+
 class EpochBook:
     """Keeps the epoch that is next, the one that is under way, and what a loaded state says of the order.
 
@@ -56,13 +111,17 @@ class EpochBook:
     """
 
     def __init__(self, seeding: Seeding) -> None:
-        self._numbers = _shared_zeros(_HEADER + _SLOTS * _SLOT)
+        self._shared = _SharedNumbers(_HEADER + _SLOTS * _SLOT)
         self._numbers[_HEADER:] = -1
         self.num_put = 0
         """How many times this process has said where the next iteration begins."""
         self.put(0, 0, seeding)
         self._pool: int | None = None
         self._num_begun = 0
+
+    @property
+    def _numbers(self) -> torch.Tensor:
+        return self._shared.own()
 
     @property
     def next_epoch(self) -> int:
@@ -165,16 +224,11 @@ class EpochBook:
             time.sleep(_POLL_SECONDS)
 
 
-def _shared_zeros(size: int) -> torch.Tensor:
-    numbers = torch.zeros(size, dtype=torch.int64)
-    numbers.share_memory_()  # type: ignore[no-untyped-call]
-    return numbers
-
-
 def _pool_of(worker: int) -> int:
     """Return a number that the workers of one iterator have in common, and those of no other one of this process."""
-    # A process numbers its children, and a loader makes its workers one behind the other. The number is in the name.
-    number = multiprocessing.current_process().name.rpartition("-")[2]
+    # A process numbers its children, and a loader makes its workers one behind the other. The number is in the name:
+    # ForkProcess-3, or ForkProcess-1:3 where the main process is a child, too.
+    number = multiprocessing.current_process().name.rpartition("-")[2].rpartition(":")[2]
     if not number.isdigit():
         raise StreamingError(
             f"The data-loading worker {multiprocessing.current_process().name!r} was given a name of its own, so that"
@@ -191,19 +245,20 @@ class Channel:
     """
 
     def __init__(self, *, is_shared: bool) -> None:
-        self._numbers = _shared_zeros(2) if is_shared else None
+        self._shared = _SharedNumbers(2) if is_shared else None
         self._start: Start | None = None
 
     def tell(self, start: Start) -> None:
         """Say where the next iteration begins, before its workers are made or woken."""
         self._start = start
-        if self._numbers is not None:
-            self._numbers[0], self._numbers[1] = start.epoch, start.sample
+        if self._shared is not None:
+            numbers = self._shared.own()
+            numbers[0], numbers[1] = start.epoch, start.sample
 
     def heard(self) -> Start:
         """Return where the iteration begins that this process begins now."""
         assert self._start is not None
-        if self._numbers is None:
+        if self._shared is None:
             return self._start
-        epoch, sample = self._numbers.tolist()
+        epoch, sample = self._shared.own().tolist()
         return replace(self._start, epoch=epoch, sample=sample)

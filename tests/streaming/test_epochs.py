@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import multiprocessing
 import os
@@ -70,7 +71,7 @@ def test_a_worker_waits_for_worker_0_of_its_own_pool(monkeypatch: pytest.MonkeyP
 def _copy(book: EpochBook) -> EpochBook:
     """A book of another process, with the same shared memory."""
     other = EpochBook(Seeding(seed=1))
-    other._numbers = book._numbers
+    other._shared = book._shared
     return other
 
 
@@ -94,6 +95,55 @@ def test_iterators_beside_each_other_have_whole_epochs(tmp_path: Path, make: Any
     assert second in expected
     if make is StreamingDataLoader:
         assert [first, second] == expected
+
+
+@pytest.mark.parametrize("make", [DataLoader, StreamingDataLoader])
+def test_a_copy_tells_its_own_workers(tmp_path: Path, make: Any) -> None:
+    """A loader that was copied with its data set reads its epochs one after the other, with workers that live on."""
+    dataset = StreamingDataset(write(tmp_path, 61), shuffle=True, batch_size=8)
+    expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
+    loader = make(copy.deepcopy(dataset), batch_size=8, num_workers=2, persistent_workers=True)
+    copied = copy.deepcopy(loader)
+    copied.dataset.load_state_dict({**dataset.state_dict(0, True), "epoch": 0})
+    assert [batches(copied), batches(copied)] == expected
+    assert dataset.next_epoch == loader.dataset.next_epoch == 2
+
+
+def _epochs_of_rank(make: Any, dataset: StreamingDataset, num_workers: int, found: Path) -> None:
+    loader = make(dataset, batch_size=8, num_workers=num_workers)
+    found.write_text(repr([batches(loader), batches(loader)]))
+
+
+@pytest.mark.parametrize(("make", "num_workers"), [(DataLoader, 1), (StreamingDataLoader, 0)])
+def test_ranks_that_are_forked_with_a_data_set_count_their_own_epochs(
+    tmp_path: Path, make: Any, num_workers: int
+) -> None:
+    """What one rank has read is not over for another one, nor for the process that made the data set."""
+    dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
+    found = [tmp_path / "rank0", tmp_path / "rank1"]
+    for path in found:
+        rank = multiprocessing.get_context("fork").Process(
+            target=_epochs_of_rank, args=(make, dataset, num_workers, path)
+        )
+        rank.start()
+        rank.join()
+    assert dataset.next_epoch == 0
+    expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
+    assert [path.read_text() for path in found] == [repr(expected)] * 2
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_with_a_data_set_count_their_own_epochs(tmp_path: Path) -> None:
+    """A data set that was sent to ranks begins in each of them where it was, whatever was read meanwhile."""
+    dataset = StreamingDataset(write(tmp_path / "data", 61), shuffle=True, batch_size=8)
+    found = tmp_path / "rank"
+    rank = multiprocessing.get_context("spawn").Process(
+        target=_epochs_of_rank, args=(StreamingDataLoader, dataset, 2, found)
+    )
+    rank.start()
+    expected = [batches(StreamingDataLoader(dataset, batch_size=8)) for _ in range(2)]
+    rank.join()
+    assert found.read_text() == repr(expected)
 
 
 def _read_and_be_killed(directory: str, process_ids: Path) -> None:
