@@ -86,7 +86,7 @@ class _SharedNumbers:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if not self._tensor.is_shared():  # not by multiprocessing: a copy
+        if not self._tensor.is_shared():  # type: ignore[no-untyped-call]  # not by multiprocessing: a copy
             self._put(self._when_left)
         _all_shared.add(self)
 

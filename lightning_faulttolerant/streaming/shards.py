@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ class Shards:
     def _set_up(self) -> None:
         self._readers: dict[int, ShardReader] = {}
         self._lock = threading.Lock()
+        _all_shards.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock")}
@@ -118,10 +120,18 @@ class Shards:
         reader = opened.cache.open(number, opener)
         with self._lock:
             self._readers[shard] = reader
-            while len(self._readers) > self._max_open:
-                # Not closed: somebody may be reading from it. Its mapping goes with the last reference.
-                del self._readers[next(iter(self._readers))]
+        while len(self._readers) > self._max_open:
+            self._let_go_of_oldest()
+        # Each data set alone would keep below the limit of the process; all of them together must.
+        while sum(len(shards._readers) for shards in list(_all_shards)) > _max_files():
+            max(_all_shards, key=lambda shards: len(shards._readers))._let_go_of_oldest()
         return reader
+
+    def _let_go_of_oldest(self) -> None:
+        with self._lock:
+            # Not closed: somebody may be reading from it. Its mapping goes with the last reference.
+            for oldest in list(self._readers)[:1]:
+                del self._readers[oldest]
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample."""
@@ -190,10 +200,17 @@ class Shards:
         return reader.lent_samples(places) if are_lent else reader.samples(places)
 
 
+_all_shards: weakref.WeakSet[Shards] = weakref.WeakSet()
+
+
+def _max_files() -> int:
+    # A mapped file keeps one of the process's file descriptors.
+    return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
 def _max_mapped(limit: int | None, mean_bytes: int) -> int:
-    # A mapped file keeps one of the process's file descriptors, and its room on the disk even if it is evicted.
-    most = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-    return most if limit is None else min(most, max(1, limit // max(1, 4 * mean_bytes)))
+    # It keeps its room on the disk, too, even if it is evicted.
+    return _max_files() if limit is None else min(_max_files(), max(1, limit // max(1, 4 * mean_bytes)))
 
 
 def _opener(info: ShardInfo, *, allow_unsafe_types: bool) -> Callable[[str], ShardReader]:

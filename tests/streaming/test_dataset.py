@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,18 @@ def test_nothing_is_written_or_started_where_all_is_local(directory: str) -> Non
     next(samples)
     assert threading.active_count() == threads
     assert sorted(Path(directory).rglob("*")) == files
+
+
+def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All data sets of a process together keep at most a quarter of the files open that it may have."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
+    datasets = [StreamingDataset(write(tmp_path / name, 600), shuffle=True) for name in ("a", "b", "c")]
+    for dataset in datasets:
+        assert sorted(numbers(dataset)) == list(range(600))
+    links = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert 40 < len([link for link in links if link.startswith(str(tmp_path))]) <= 64
 
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:

@@ -93,6 +93,12 @@ class KeptShards:
 
     def fault(self, shard: int) -> str | None:
         """Return what is wrong with a shard; None where it is whole. It is read if it may have changed since it was."""
+        try:
+            return self._fault(shard)
+        except FileNotFoundError:  # evicted by another process while it was read
+            return f"{self.shards[shard].files[0].basename}: it is not there any more"
+
+    def _fault(self, shard: int) -> str | None:
         files = self.shards[shard].files
         for file in files:
             if fault := size_fault(self.path(file), file.num_bytes):

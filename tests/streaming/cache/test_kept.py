@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.errors import DamagedShardError, MissingShardError, ShardError
-from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache import kept, marks
 from lightning_faulttolerant.streaming.cache.remote import Remote
 from tests.streaming.cache.remotes import (
     HASH,
@@ -151,6 +151,25 @@ def test_a_shard_that_vanishes_is_fetched_again(tmp_path: Path) -> None:
         assert not cache.is_here(1)
         assert_whole(cache, data)
         assert faults.asked.count(SHARD) == 2
+
+
+@pytest.mark.parametrize("validate_hash", [None, HASH])
+def test_a_shard_that_vanishes_while_it_is_checked_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate_hash: str | None
+) -> None:
+    """What another process evicts between the look at its size and the reading of its content is not here: no error."""
+    data = make_data()
+    warm(data, tmp_path, validate_hash=validate_hash)
+    os.utime(tmp_path / SHARD)  # its content is read, to see whether it was changed
+    compute = kept._digest
+
+    def evicted(path: str, algorithm: str) -> str:
+        os.unlink(path)
+        monkeypatch.undo()
+        return compute(path, algorithm)
+
+    monkeypatch.setattr(kept, "_digest", evicted)
+    assert asked_by_next_run(data, tmp_path, validate_hash=validate_hash) == [SHARD]
 
 
 def test_a_shard_that_vanishes_before_it_is_opened_is_fetched_again(tmp_path: Path) -> None:
