@@ -29,8 +29,13 @@ Fingerprint = dict[str, Any]
 
 
 def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:
-    """Return what identifies the data: counts, names and sizes of the shards, in their order."""
+    """Return what identifies the data: counts, names, sizes of the shards in their order; a hash, if the index has one.
+
+    Of the hashes that all files have, the first by name counts: data of samples of one size differ in nothing else.
+    """
     files = [file for shard in shards for file in shard.files]
+    algorithms = sorted(set.intersection(*(set(file.hashes) for file in files)) if files else ())
+    hashes = {f"{name} of the files": digest(file.hashes[name] for file in files) for name in algorithms[:1]}
     return {
         "num_samples": sum(shard.num_samples for shard in shards),
         "num_shards": len(shards),
@@ -38,6 +43,7 @@ def fingerprint(shards: Sequence[ShardInfo]) -> Fingerprint:
         "samples": digest(shard.num_samples for shard in shards),
         "basenames": digest(file.basename for file in files),
         "sizes": digest(file.num_bytes for file in files),
+        **hashes,
     }
 
 
@@ -68,9 +74,7 @@ def checked_place(state: Mapping[str, Any]) -> tuple[int, int]:
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], what: Mapping[str, str]) -> list[str]:
     """Return what differs between two fingerprints, each with both values."""
     return [
-        f"{text}: {saved[key]} -> {now[key]}"
-        for key, text in what.items()
-        if key in saved and key in now and saved[key] != now[key]
+        f"{what.get(key, key)}: {saved[key]} -> {now[key]}" for key in now if key in saved and saved[key] != now[key]
     ]
 
 

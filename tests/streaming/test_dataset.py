@@ -274,6 +274,15 @@ def test_other_data_are_refused(tmp_path: Path, directory: str) -> None:
         shuffled.load_state_dict(state)
 
 
+def test_the_state_of_other_data_of_the_same_size_is_refused_by_its_hash(tmp_path: Path, directory: str) -> None:
+    """Samples of one size make equal shards, which only the hashes of the index tell apart, if both have one."""
+    state = StreamingDataset(directory).state_dict(0, True)
+    other = StreamingDataset(write(tmp_path / "other", 101, first=1000))
+    with pytest.raises(FingerprintMismatchError, match="sha1 of the files: "):
+        other.load_state_dict(state)
+    StreamingDataset(write(tmp_path / "unhashed", 101, hashes=())).load_state_dict(state)
+
+
 def test_what_is_no_state_is_refused(directory: str) -> None:
     """A dict without the keys of a state raises and names them, and so does one of a newer version."""
     dataset = StreamingDataset(directory)
