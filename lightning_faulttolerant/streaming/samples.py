@@ -14,8 +14,6 @@ from lightning_faulttolerant.streaming.order import Deal, EpochOrder
 from lightning_faulttolerant.streaming.shards import Ids
 from lightning_faulttolerant.streaming.world import World
 
-_FIRST_SAMPLES = 64
-
 # From the plan and the number of samples taken of it, the samples that are left.
 Read = Callable[["Plan", int], Iterator[Any]]
 
@@ -40,7 +38,7 @@ class Plan:
         return num_taken - num_taken % batch_size + max(1, min(_FIRST_SAMPLES, at_most) // batch_size) * batch_size
 
     def blocks(self, num_taken: int, *, at_most: int) -> Iterator[Ids]:
-        """Yield the ids of the samples that are left, many at a time: few at first, so that the first come soon.
+        """Yield the ids of the samples that are left, many at a time: at first one batch, which waits for no others.
 
         Args:
             num_taken: How many samples of this part have been taken.
@@ -48,7 +46,7 @@ class Plan:
         """
         batch_size = self.deal.batch_size
         batch, skipped = divmod(num_taken, batch_size)
-        num_wanted = min(_FIRST_SAMPLES, at_most)
+        num_wanted = min(batch_size, at_most)
         while positions := self.deal.positions_of_worker(batch, max(1, num_wanted // batch_size)):
             batch += len(positions)
             num_wanted = min(2 * num_wanted, at_most)

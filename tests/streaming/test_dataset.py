@@ -157,6 +157,14 @@ def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
     assert 40 < len([link for link in links if link.startswith(str(tmp_path))]) <= 64
 
 
+def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory: str) -> None:
+    """From a cold cache no more is fetched for it than what it has, and the shard that is fetched ahead."""
+    cache = tmp_path / "cache"
+    samples = iter(StreamingDataset(str(cache), directory, predownload=1, batch_size=4))
+    assert [next(samples)["n"] for _ in range(4)] == list(range(4))
+    assert len(shard_paths(cache)) <= 2
+
+
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:
     """Threads that fetch ahead are gone when an iteration has ended, and when it is given up."""
     dataset = StreamingDataset(str(tmp_path / "cache"), directory, predownload=1)
