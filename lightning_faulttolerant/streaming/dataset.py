@@ -291,11 +291,10 @@ class StreamingDataset(IterableDataset[Any]):
         caches = self._shards.caches
         if not any(cache.has_remote for cache in caches):
             return contextlib.nullcontext()
-        at_most = self._shards.block_samples
-        needs = self._shards.needs(plan.blocks(num_taken, at_most=at_most), num_taken)
+        needs = self._shards.needs(plan.blocks(num_taken, at_most=self._shards.block_samples), num_taken)
         wanted = self.predownload or _BATCHES_AHEAD * plan.deal.batch_size
         ahead = self._shards.samples_ahead(wanted, num_readers=plan.deal.world.readers_per_node)
-        return Prefetcher(caches, needs, predownload=ahead, first=plan.end_of_first(num_taken, at_most))
+        return Prefetcher(caches, needs, predownload=ahead, first=plan.end_of_batch(num_taken))
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Return the place in the epoch, as a state that is the same on every rank.

@@ -32,10 +32,9 @@ class Plan:
         self._order = order
         self.deal = deal
 
-    def end_of_first(self, num_taken: int, at_most: int) -> int:
-        """Return how many samples will have been taken when the batches are read that `blocks` begins with."""
-        batch_size = self.deal.batch_size
-        return num_taken - num_taken % batch_size + max(1, min(_FIRST_SAMPLES, at_most) // batch_size) * batch_size
+    def end_of_batch(self, num_taken: int) -> int:
+        """Return how many samples will have been taken at the end of the batch that comes next, or is under way."""
+        return num_taken - num_taken % self.deal.batch_size + self.deal.batch_size
 
     def blocks(self, num_taken: int, *, at_most: int) -> Iterator[Ids]:
         """Yield the ids of the samples that are left, many at a time: at first one batch, which waits for no others.
