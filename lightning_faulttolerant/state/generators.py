@@ -31,6 +31,7 @@ _OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pyt
 _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
+_LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
 # Nobody keeps generators among so many items; walking them would take seconds at each autosave.
 _MAX_ITEMS = 1_000
@@ -248,7 +249,7 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
 
 def _is_walked(kind: type) -> bool:
     module = kind.__module__ or ""
-    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED):
+    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED) or module == _LITDATA_SET:
         return True
     return module.partition(".")[0] not in _OPAQUE_ROOTS | {"torch"} and not module.startswith(_OPAQUE_MODULES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.loader.exactness import why_not_exact
+from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.foreign import mosaic
@@ -117,6 +119,29 @@ def test_mosaic_goes_on(mosaic_data: str, num_workers: int) -> None:
 def test_litdata_goes_on(litdata_data: str, num_workers: int) -> None:
     """The same of LitData."""
     assert_goes_on(litdata_loader, litdata_data, num_workers)
+
+
+class Jittered:
+    """A transform that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(7)
+
+    def __call__(self, n: int) -> Tensor:
+        return torch.linspace(-1, 1, 4) * (n / 16 - 1) + self.rng.gauss(0, 1)
+
+
+def test_the_generators_of_a_transform_of_litdata_are_kept(litdata_data: str) -> None:
+    """A transform that LitData's data set was given is looked into: its generator would begin anew in a new process."""
+
+    def look() -> None:
+        import litdata
+
+        dataset = litdata.StreamingDataset(litdata_data, shuffle=True, transform=Jittered())
+        assert len(HeldGenerators({"dataset": dataset})) == 1
+
+    ended = run(look)
+    assert ended.exit_code == 0, ended.output
 
 
 class PassedOn(IterableDataset[Any]):
