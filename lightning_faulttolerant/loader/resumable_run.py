@@ -261,6 +261,7 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
         "data set": type(loader.dataset).__name__,
         "number of samples": None if is_iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
         "batch size": loader.batch_size,
+        "drop_last": loader.drop_last,
         "worker_rng": "per_sample" if is_per_sample else "capture",
         "number of workers": None if is_per_sample else loader.num_workers,
         "rank": rank,

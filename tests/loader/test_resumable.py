@@ -336,11 +336,12 @@ def test_what_cant_be_exact_is_refused() -> None:
         (lambda: small(num_workers=2), "number of workers 0 then, 2 now"),
         (lambda: ResumableDataLoader(Drawing(6), batch_size=1, shuffle=True), "number of samples 5 then, 6 now"),
         (lambda: ResumableDataLoader(Drawing(5), batch_size=2, shuffle=True), "batch size 1 then, 2 now"),
+        (lambda: small(drop_last=True), "drop_last False then, True now"),
         (lambda: small(worker_rng="per_sample"), "worker_rng 'capture' then, 'per_sample' now"),
     ],
 )
 def test_the_state_of_another_loader_is_refused(other: Make, message: str) -> None:
-    """Another length, batch size, number of workers or mode is named, with both values."""
+    """Another length, batch size, `drop_last`, number of workers or mode is named, with both values."""
     with pytest.raises(FingerprintMismatchError, match=message):
         other().load_state_dict(small().state_dict())
 
