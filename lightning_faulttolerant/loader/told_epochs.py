@@ -89,6 +89,10 @@ class _Told:
             epoch += self.offset
         self._set(epoch)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A sampler that is pickled or copied is told its epochs itself.
+        return getattr, (self._sampler(), "set_epoch")
+
     def go_on(self, epoch: int, *, expected: int) -> None:
         """Set the epoch that `expected` says if the last one told is before it; what nobody tells stays at `epoch`."""
         if self._last is None:

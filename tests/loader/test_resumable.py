@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -359,6 +360,16 @@ def test_a_copy_has_the_state_that_was_loaded() -> None:
     assert [listed(batch) for batch in duplicate] == rest
     assert duplicate.state_dict()["epoch"] == 1
     assert original.state_dict()["epoch"] == 0
+
+
+def test_a_sampler_whose_loader_was_given_a_state_can_be_pickled() -> None:
+    """It is told its epochs itself then, and the sampler that it was copied from is not."""
+    sampler = DistributedSampler(range(6), num_replicas=1, rank=0)
+    loader = ResumableDataLoader(list(range(6)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    loader.load_state_dict(loader.state_dict())
+    for again in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+        again.set_epoch(3)
+        assert (again.epoch, sampler.epoch) == (3, 0)
 
 
 def test_what_is_set_behind_a_load_takes_effect() -> None:
