@@ -160,16 +160,18 @@ class KeptShards:
         num_bytes, num_announced, last_uses = 0, 0, {}
         if not self._numbers:
             self._numbers.update((info.files[0].basename, number) for number, info in enumerate(self.shards))
+        # What is announced before what is there: who has just brought a shard is in one of them, or in both.
+        for entry, basename in _files(os.path.join(self.directory, marks.DIRECTORY), ""):
+            with contextlib.suppress(FileNotFoundError):
+                number = self._numbers.get(basename.removesuffix(marks.SUFFIX))
+                if number is not None and basename.endswith(marks.SUFFIX):
+                    last_uses[number] = entry.stat().st_mtime_ns
+                elif basename.endswith(LOCK_SUFFIX) and entry.stat().st_size and not is_abandoned(entry.path):
+                    num_announced += entry.stat().st_size
         for entry, name in _files(self.directory, ""):
             with contextlib.suppress(FileNotFoundError):
-                if name.startswith(marks.DIRECTORY + "/"):
-                    basename = name.removeprefix(marks.DIRECTORY + "/")
-                    number = self._numbers.get(basename.removesuffix(marks.SUFFIX))
-                    if number is not None and basename.endswith(marks.SUFFIX):
-                        last_uses[number] = entry.stat().st_mtime_ns
-                    elif basename.endswith(LOCK_SUFFIX) and entry.stat().st_size and not is_abandoned(entry.path):
-                        num_announced += entry.stat().st_size
-                elif not name.endswith(TEMPORARY_SUFFIX):  # their locks count
+                # Of temporary files the locks count.
+                if not name.startswith(marks.DIRECTORY + "/") and not name.endswith(TEMPORARY_SUFFIX):
                     num_bytes += entry.stat().st_size
         return Contents(num_bytes=num_bytes, num_announced=num_announced, last_uses=last_uses)
 
