@@ -33,8 +33,9 @@ def test_the_runtime_dependencies_are_the_declared_four() -> None:
 
 
 def test_extras() -> None:
-    """There is an extra for development, one for the demo, and one for each kind of object store."""
-    assert set(metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])) == {"dev", "demo", "gs", "s3"}
+    """There is an extra for development, one for the demo, one for each kind of object store, one for streaming."""
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])
+    assert set(extras) == {"dev", "demo", "gs", "s3", "streaming"}
 
 
 def test_python_and_license_are_declared() -> None:
