@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import gather, order, overhead, parts, report, resume, samplers, save, size, streaming
+from benchmarks import gather, ledger, order, overhead, parts, report, resume, samplers, save, size, streaming
 
 DOCS = Path(__file__).parent.parent / "docs"
 _RUN = {
     "overhead": overhead.main,
     "ranks": lambda arguments: overhead.main(["--ranks", "2", *arguments]),
     "gather": gather.main,
+    "ledger": ledger.main,
     "parts": parts.main,
     "resume": resume.main,
     "samplers": samplers.main,

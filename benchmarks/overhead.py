@@ -141,7 +141,7 @@ def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: 
     with tempfile.TemporaryDirectory(dir=directory) as place:
         fits = (case, orders, steps, Path(place), num_ranks)
         found: dict[str, list[Tensor]] = all_times(*fits) if num_ranks == 1 else in_ranks(all_times, num_ranks, *fits)
-    ratios = {variant: _ratio(found[variant], found["without"], lower_half) for variant in ("empty", "with")}
+    ratios = {variant: ratio(found[variant], found["without"], lower_half) for variant in ("empty", "with")}
     return {
         "step_us": lower_half(torch.cat(found["without"])) * 1e6,
         "steps": steps,
@@ -149,11 +149,11 @@ def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: 
         "ranks": num_ranks,
         "target": case.target,
         **ratios,
-        "with, all steps": _ratio(found["with"], found["without"], lambda times: times.mean().item()),
+        "with, all steps": ratio(found["with"], found["without"], lambda times: times.mean().item()),
     }
 
 
-def _ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
+def ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
     """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn anew, lie."""
     rounds = range(len(times))
     ratios = []

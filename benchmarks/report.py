@@ -98,6 +98,20 @@ def _resume(figures: Figures) -> str:
     return table(["", "fresh", "resumed", "ratio", "range", "at most"], rows)
 
 
+def _ledger(figures: Figures) -> str:
+    rows = [
+        [
+            name,
+            f"{found['step_us'] / 1e3:.1f} ms",
+            f"{found['added_us'] / 1e3:.2f} ms",
+            f"**x{found['ratio']:.3f}**",
+            f"{found['low']:.3f}-{found['high']:.3f}",
+        ]
+        for name, found in figures["ledger"]["cases"].items()
+    ]
+    return table(["", "a step", "added", "with a ledger", "90 %"], rows)
+
+
 def _size(figures: Figures) -> str:
     rows = [
         [workers, f"{found['bytes'] / 1e3:.1f} kB", f"{found['target'] / 1e3:.0f} kB", f"{found['write_ms']:.2f} ms"]
@@ -213,6 +227,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "memory": _memory,
     "samplers": _samplers,
     "size": _size,
+    "ledger": _ledger,
     "ranks": _ranks,
     "gather": _gather,
     "exchange": _exchange,
@@ -220,7 +235,7 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     **report_streaming.TABLES,
 }
 _WORST = "each with a seed of its own"
-PARTS = ("overhead", "ranks", "gather", "parts", "resume", "save", "size")
+PARTS = ("overhead", "ranks", "gather", "ledger", "parts", "resume", "save", "size")
 
 
 def draw(path: Path, figures: Figures) -> None:

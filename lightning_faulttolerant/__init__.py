@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.trainer.checkpoint_io import AtomicCheckpointIO
     from lightning_faulttolerant.trainer.report import ResumeReport
 
+    __version__: str
+
     InterruptableDistributedGroupedBatchSampler = InterruptibleDistributedGroupedBatchSampler
     InterruptableDistributedSampler = InterruptibleDistributedSampler
     InterruptableSampler = InterruptibleSampler
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AdvancedTooFarError",
@@ -110,10 +110,21 @@ _SPELLED_OTHERWISE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     name = _SPELLED_OTHERWISE.get(name, name)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib import metadata  # slow to import, and nobody's training asks
+
+    try:
+        return metadata.version("lightning-faulttolerant")
+    except metadata.PackageNotFoundError as error:
+        raise AttributeError("no __version__: lightning_faulttolerant is not installed, only imported") from error
 
 
 def __dir__() -> list[str]:

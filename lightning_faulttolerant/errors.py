@@ -12,6 +12,8 @@
     ├── NotExactError               something can't be captured or restored exactly
     │   └── FingerprintMismatchError    the run that resumes is not the run that saved
     ├── UnsupportedTrainerError     the Trainer is one that this package can't serve
+    ├── LedgerError                 the ledger can't be written
+    ├── DrillFault                  a drill has asked for this exception
     ├── StreamingError              a streaming data set can't be read, or can't deliver what was planned
     │   ├── IndexFileError              an index is missing, damaged, or names a file outside its directory
     │   ├── ShardError                  a shard could not be had
@@ -23,7 +25,7 @@
         ├── HasNotResetProgressError    another epoch was set in the middle of one
         └── AdvancedTooFarError         more samples were counted than the epoch has
 
-    TrainingStopped (SystemExit)    a signal or a deadline ended the run, after a save
+    TrainingStopped (SystemExit)    a signal or a deadline ended the run; saved, if the message does not say otherwise
 
 ``ValueError`` and ``TypeError`` are raised for bad arguments, when an object is made.
 """
@@ -69,6 +71,14 @@ class FingerprintMismatchError(NotExactError):
 
 class UnsupportedTrainerError(FaultToleranceError):
     """The Trainer, or what it was set up with, is not one that this package can serve."""
+
+
+class LedgerError(FaultToleranceError):
+    """The ledger of a run can't be written, so that nothing could be compared."""
+
+
+class DrillFault(FaultToleranceError):
+    """A drill has asked for this exception: nothing is wrong with the script."""
 
 
 class StreamingError(FaultToleranceError):

@@ -23,24 +23,30 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the laws; of a law with four or more cases half are slow tests, of one with eight three quarters.
-
-    They fork most, and a fork takes the longer the more memory other tests have left in use.
-    """
+    """Begin with the laws: they fork most, and a fork takes the longer the more memory other tests have left in use."""
     items.sort(key=lambda item: not _is_law(item))
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if _is_law(item) and item.get_closest_marker("slow") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
-        for number, item in enumerate(same if len(same) >= 4 else []):
-            # Of two parameters with two values each, both values of both are kept.
-            if number.bit_count() % 2 or (len(same) >= 8 and (number >> 1).bit_count() % 2):
+        for number, item in enumerate(same):
+            if _is_slow(number, len(same)):
                 item.add_marker(pytest.mark.slow)
 
 
 def _is_law(item: pytest.Item) -> bool:
     return item.nodeid.startswith("tests/law/")
+
+
+def _is_slow(number: int, count: int) -> bool:
+    """Return whether this one of a law's cases is a slow test: one of three, half of four, three quarters of eight.
+
+    Of two parameters with two values each, both values of both are kept.
+    """
+    if count < 4:
+        return count == 3 and number == 1
+    return number.bit_count() % 2 == 1 or (count >= 8 and (number >> 1).bit_count() % 2 == 1)
 
 
 def pytest_collection_finish() -> None:

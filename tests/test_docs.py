@@ -1,43 +1,204 @@
-"""The code on the pages of the documentation runs as it stands there."""
+"""What the documentation says holds: its code runs, its commands and files exist, its links lead somewhere."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
 
-DOCS = Path(__file__).parents[1] / "docs"
+from lightning_faulttolerant import errors
+from tests.docs import sources
+from tests.docs.commands import fault_of
+from tests.docs.pages import PAGES, PRELUDES, ROOT, Block, blocks, pages_with, prelude, prose, read
+from tests.docs.small import ENVIRONMENT
+from tests.processes import run
 
-
-@pytest.mark.parametrize("page", ["samplers", "streaming"])
-def test_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page run one after the other, in an empty directory."""
-    monkeypatch.chdir(tmp_path)
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    blocks = list(re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
-    assert len(blocks) > 3
-    names: dict[str, object] = {"__name__": page}
-    for block in blocks:
-        # On its line of the page, so that an error says where it is.
-        code = "\n" * text.count("\n", 0, block.start(1)) + block[1]
-        exec(compile(code, f"docs/{page}.md", "exec"), names)
+# A block in one of these is not checked further: `text` for output and for what is no code at all.
+LANGUAGES = {"bash", "console", "dockerfile", "python", "text", "toml", "yaml"}
 
 
-@pytest.mark.parametrize("page", [path.name for path in sorted(DOCS.glob("*.md"))])
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    """All blocks of a page run one after the other, as they stand, in an empty directory, in a process of its own."""
+
+    def main() -> None:
+        os.chdir(tmp_path)
+        os.environ.update(ENVIRONMENT)
+        torch.set_num_threads(1)
+        names: dict[str, Any] = {"__name__": "page"}
+        if prelude(page).exists():
+            exec(compile(prelude(page).read_text(encoding="utf-8"), prelude(page), "exec"), names)
+        for block in blocks(page):
+            if block.runs:
+                exec(_compiled(block, page), names)
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+def test_python_that_is_not_run_is_python(page: str) -> None:
+    """What a page declares not to be run (`title="not run: why"`) compiles."""
+    for block in blocks(page):
+        if block.language == "python":
+            _compiled(block, page)
+
+
+def _compiled(block: Block, page: str) -> Any:
+    """Compile a block on its line of the page, so that an error says where it is."""
+    return compile("\n" * block.line + block.code, page, "exec")
+
+
+def test_each_prelude_belongs_to_a_page() -> None:
+    """A page that is gone or renamed leaves no prelude behind."""
+    for path in PRELUDES.rglob("*.py"):
+        page = str(path.relative_to(PRELUDES).with_suffix(".md"))
+        assert any(block.runs for block in blocks(page)), page
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_yaml_of_a_page_parses(page: str) -> None:
+    """Each block of YAML is YAML, of one document or many."""
+    for block in blocks(page):
+        if block.language == "yaml":
+            assert all(list(yaml.safe_load_all(block.code)))
+
+
+@pytest.mark.parametrize("page", sorted({*pages_with("bash"), *pages_with("console")}))
+def test_commands_of_a_page_exist(page: str) -> None:
+    """Each command is one that is known; ours, make's, pip's and torchrun's are held against the real ones."""
+    for block in blocks(page):
+        if block.language in {"bash", "console"}:
+            assert not fault_of(block), f"{page}, line {block.line}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lightning-faulttolerant list . --no-such-option",
+        "lightning-faulttolerant no-such-command",
+        "make no-such-target",
+        'pip install ".[no-such-extra]"',
+        "python examples/no_such_script.py",
+        "torchrun --no-such-option=1 train.py",
+        "srun --requeue python no_such_script.py",
+        "no-such-program",
+        "if true; then",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    """The check of commands can fail."""
+    assert fault_of(Block(language="bash", why_not_run="", code=line, line=0))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_say_what_they_are(page: str) -> None:
+    """Each block names a language of which it is known how it is checked, fences are closed, and no merge is open."""
+    assert re.search(r"^(<{7}|>{7}) ", read(page), re.MULTILINE) is None
+    assert {block.language for block in blocks(page)} <= LANGUAGES
+    assert "```" not in prose(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_of_a_page_lead_somewhere(page: str) -> None:
-    """Each file that a page links to is there, and each heading on one."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    """Each file that a page links to is in the repository, and each heading on its page."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" in target:
             continue
         path, _, heading = target.partition("#")
-        found = (DOCS / path).resolve() if path else DOCS / page
+        found = (ROOT / page).parent / path if path else ROOT / page
         assert found.exists(), target
         if heading:
-            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            headings = re.findall(r"^#+ (.*)$", prose(str(found.resolve().relative_to(ROOT))), re.MULTILINE)
             assert heading in {_anchor(each) for each in headings}, target
 
 
 def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_each_page_is_in_the_navigation() -> None:
+    """A page that is written can be found, and one that is named is written."""
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = [name.replace("repository/", "../") for name in _names_in(site["nav"])]
+    found = {str(path.resolve().relative_to(ROOT)) for name in named for path in (ROOT / "docs").glob(name)}
+    assert {page for page in PAGES if page.startswith("docs/")} <= found
+    assert [name for name in named if not list((ROOT / "docs").glob(name))] == []
+
+
+def _names_in(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    values = nav.values() if isinstance(nav, dict) else nav
+    return [name for value in values for name in _names_in(value)]
+
+
+def test_each_message_that_is_quoted_is_one_of_ours() -> None:
+    """What the page on troubleshooting quotes stands in the sources, but for what differs from run to run."""
+    messages = sources.messages()
+    for quoted in re.findall(r"^> (.*)$", read("docs/troubleshooting.md"), re.MULTILINE):
+        fixed = [part.strip() for part in quoted.split("…")]
+        assert max(map(len, fixed)) > 8, quoted
+        pattern = re.compile(".*".join(map(re.escape, fixed)), re.DOTALL)
+        assert any(pattern.search(message) for message in messages), quoted
+
+
+def test_each_error_has_its_place_on_the_page_of_messages() -> None:
+    """Whoever searches for the name of an error finds it, in the table and where it is explained."""
+    page = read("docs/troubleshooting.md")
+    for name in _errors():
+        assert page.count(f"`{name}`") + page.count(f"`{name}s`") > 0, name
+
+
+def test_the_tree_of_errors_is_that_of_the_sources() -> None:
+    """The page of errors shows the tree as it stands in the sources, and each of them below it."""
+    page = read("docs/reference/errors.md")
+    tree = textwrap.dedent(str(errors.__doc__).partition("::\n\n")[2].partition("\n``")[0]).strip()
+    assert tree in page
+    assert re.findall(r"^::: lightning_faulttolerant\.errors\.(\w+)$", page, re.MULTILINE) == _errors()
+
+
+def _errors() -> list[str]:
+    named = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
+    assert len(named) > 15
+    return named
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/reference/" in page])
+def test_what_the_reference_shows_exists(page: str) -> None:
+    """Each name that a page of the reference is made from is there, and so are the members that it chooses."""
+    for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", read(page), re.MULTILINE):
+        module, _, attribute = name.rpartition(".")
+        shown = getattr(importlib.import_module(module), attribute)
+        members = ((yaml.safe_load(options) or {}).get("options") or {}).get("members") or []
+        assert [member for member in members if not hasattr(shown, member)] == []
+
+
+@pytest.mark.parametrize("module", ["lightning_faulttolerant", "lightning_faulttolerant.testing"])
+def test_each_public_name_is_in_the_reference(module: str) -> None:
+    """Nothing is public and not documented; the other spelling of a name is that name."""
+    shown = {name.rpartition(".")[2] for page in PAGES for name in re.findall(r"^::: (\S+)$", read(page), re.MULTILINE)}
+    public = [name.replace("Interruptable", "Interruptible") for name in importlib.import_module(module).__all__]
+    assert [name for name in public if name not in shown] == []
+
+
+def test_the_figures_in_short_are_those_of_the_tables() -> None:
+    """The head of the page on performance says nothing that is not measured below it."""
+    head, _, tables = read("docs/performance.md").partition("`make bench`")
+    figures = re.findall(r"\*\*(.+?)\*\*", head)
+    assert len(figures) > 10
+    assert [figure for figure in figures if figure not in tables] == []
+
+
+def test_each_environment_variable_is_in_the_reference() -> None:
+    """No variable is read that nobody can look up."""
+    read_there = {name for text in sources.messages() for name in re.findall(r"PL_FAULT_TOLERANT_[A-Z_]+", text)}
+    assert len(read_there) > 2
+    assert [name for name in sorted(read_there) if f"`{name}`" not in read("docs/reference/index.md")] == []

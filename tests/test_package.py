@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from importlib import metadata, resources
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,9 +18,28 @@ import lightning_faulttolerant
 DISTRIBUTION = "lightning-faulttolerant"
 
 
-def test_the_installed_version_is_that_of_the_sources() -> None:
-    """The metadata that these tests judge is of this package, and has its first version or a later one."""
-    assert metadata.version(DISTRIBUTION).startswith("0.1.0")
+def test_the_version_stands_in_one_place() -> None:
+    """`__version__`, the metadata and the changelog agree with pyproject.toml, which has it; no module does."""
+    version = metadata.version(DISTRIBUTION)
+    assert lightning_faulttolerant.__version__ == version
+    root = Path(__file__).parents[1]
+    declared = re.findall(r'^version = "(.*?)"', (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert declared == [version]
+    sources = "".join(path.read_text() for path in (root / "lightning_faulttolerant").rglob("*.py"))
+    assert version not in sources
+    newest = re.search(r"^## \[(.*?)\]", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == ("Unreleased" if ".dev" in version else version)
+
+
+def test_without_being_installed_there_is_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy on the path alone says that it can't know its version, as an attribute that is missing."""
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert not hasattr(lightning_faulttolerant, "__version__")
 
 
 def test_the_runtime_dependencies_are_the_declared_four() -> None:
@@ -33,9 +54,9 @@ def test_the_runtime_dependencies_are_the_declared_four() -> None:
 
 
 def test_extras() -> None:
-    """There is an extra for development, one for the demo, one for each kind of object store, one for streaming."""
+    """There is an extra for development, for the demo, for the drill, for each kind of object store, for streaming."""
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra", [])
-    assert set(extras) == {"dev", "demo", "gs", "s3", "streaming"}
+    assert set(extras) == {"dev", "demo", "drill", "gs", "s3", "streaming"}
 
 
 def test_python_and_license_are_declared() -> None:
@@ -90,3 +111,14 @@ def test_a_part_loads_without_lightning(part: str) -> None:
     importlib.import_module(name)
     program = f"import sys, {name}; sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_first_screen_of_the_readme_fits_a_terminal() -> None:
+    """What it is, the callback, the variable and the proof stand in 24 lines of 80 columns, without badges."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    screen = text.splitlines()[:24]
+    assert max(map(len, screen)) <= 80
+    told = "\n".join(screen)
+    for what in ("FaultTolerance()", "PL_FAULT_TOLERANT_TRAINING=1", "lightning-faulttolerant drill"):
+        assert what in told
+    assert "![" not in told

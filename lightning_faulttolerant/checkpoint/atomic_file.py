@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from lightning_faulttolerant.processes import is_alive
+
 _logger = logging.getLogger(__name__)
 
 _TEMPORARY_NAME = re.compile(
@@ -245,19 +247,6 @@ def temporary_name(name: str) -> str:
     """
     short = os.fsencode(name)[:_MAX_TARGET_NAME_BYTES].decode(errors="ignore")
     return f".{short}.tmp-{_hostname()}-{os.getpid()}-{_token()}{secrets.token_hex(4)}"
-
-
-def is_alive(process_id: int) -> bool:
-    """Tell whether a process of this machine is alive, or may be."""
-    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
-        return True
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def this_machine() -> str:

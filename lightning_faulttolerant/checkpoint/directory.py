@@ -45,7 +45,8 @@ class AtomicDirectory:
     that its link leads to and those with lower numbers are complete. Where there is one that verifies, that is taken.
 
     Args:
-        output_directory: A local directory; made if it is missing. Relative to where the process is now.
+        output_directory: A local directory, made if it is missing; ``~`` is the home directory. Relative to where the
+            process is now.
         is_master: Whether this rank looks after the disk; one rank at most. Without any it is the first.
         name: What the names of the directories begin with. Savers of different names may share a directory.
         keep_last: How many complete checkpoints to keep, besides the one that is being written; those that are kept for
@@ -96,7 +97,7 @@ class AtomicDirectory:
         self._ranks, number = find_ranks(strategy, group, timeout)
         self.name = f"{name}_rank_{number}" if strategy == "async" else name
         self.symlink_name = f"{self.name}.latest_checkpoint"
-        self.output_directory = os.path.abspath(local_path(output_directory))
+        self.output_directory = os.path.abspath(os.path.expanduser(local_path(output_directory)))
         self.keep_last = keep_last
         self.strategy = strategy
         self.device = device

@@ -12,10 +12,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, is_alive, this_machine
+from lightning_faulttolerant.checkpoint.atomic_file import ABANDONED_AFTER_SECONDS, this_machine
 from lightning_faulttolerant.checkpoint.contents import verify_directory
 from lightning_faulttolerant.checkpoint.manifest import read_manifest
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.processes import is_alive
 
 # What this process has begun and not ended, by path; a series that is gone, after an error, writes no more.
 being_written: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

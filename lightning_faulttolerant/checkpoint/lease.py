@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import final
 
-from lightning_faulttolerant.checkpoint.atomic_file import is_alive, this_machine
+from lightning_faulttolerant.checkpoint.atomic_file import this_machine
 from lightning_faulttolerant.checkpoint.lock import LOCK_NAME, describe_holder
 from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.processes import is_alive
 
 _logger = logging.getLogger(__name__)
 

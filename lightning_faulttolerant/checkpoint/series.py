@@ -70,6 +70,8 @@ class AutosaveSeries:
     store: Store = field(init=False, repr=False, compare=False)
     _sound: set[str] = field(init=False, repr=False, compare=False, default_factory=set)
     """Those that verified in this process."""
+    num_bytes: dict[str, int] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """How large the one is that was written last in this process, by its path."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -100,6 +102,7 @@ class AutosaveSeries:
         path = self.store.path(name)
         with self.store.writer(name) as file:
             save_to_file(checkpoint, file)
+            num_bytes = file.tell()
             self.check()
             damage = None if is_url(path) else _read_back(file)
         if damage is not None:
@@ -109,7 +112,7 @@ class AutosaveSeries:
                 " Earlier autosaves were kept. Check the disk, or save to another one."
             ) from damage
         _logger.debug("Saved step %d to %s", global_step, path)
-        self._sound.add(name)
+        self._note(name, num_bytes)
         self._prune([*_autosaves(self.store, listing), name])
         return path
 
@@ -156,7 +159,7 @@ class AutosaveSeries:
         self.check()
         verify_file(os.path.join(directory, METADATA_NAME))
         autosave_directory.commit(directory, self.store.path(name), files)
-        self._sound.add(name)
+        self._note(name, sum(entry.size_bytes for entry in files.values()))
         self._prune(_autosaves(self.store, self.store.listing()))
         return self.store.path(name)
 
@@ -248,6 +251,11 @@ class AutosaveSeries:
             store.delete(name)
         for store in (*self._superseded(listing), self.store):
             store.remove_if_empty()
+
+    def _note(self, name: str, num_bytes: int) -> None:
+        self._sound.add(name)
+        self.num_bytes.clear()
+        self.num_bytes[self.store.path(name)] = num_bytes
 
     def _prune(self, names: list[str]) -> None:
         if len(names) <= self.keep_last:

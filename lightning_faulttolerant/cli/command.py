@@ -6,10 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
-from lightning_faulttolerant.cli import inspection, listing, pruning, verification
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.text import safe
 from lightning_faulttolerant.errors import FaultToleranceError
@@ -19,11 +18,14 @@ _ERROR = 2
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
+# Each with its module, which is loaded only when it is asked for: no command waits for what another one needs.
 _COMMANDS = {
-    "list": (listing, "list the checkpoints below a directory, verified or damaged"),
-    "inspect": (inspection, "show what is in a checkpoint, without loading it"),
-    "verify": (verification, "verify checkpoints by their checksums, for scripts"),
-    "prune": (pruning, "delete old autosaves"),
+    "list": ("listing", "list the checkpoints below a directory, verified or damaged"),
+    "inspect": ("inspection", "show what is in a checkpoint, without loading it"),
+    "verify": ("verification", "verify checkpoints by their checksums, for scripts"),
+    "prune": ("pruning", "delete old autosaves"),
+    "report": ("report.command", "tell the history of a run, and where its time has gone"),
+    "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),
 }
 
 
@@ -41,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # no name of a file is worth a traceback
     try:
-        arguments = _parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        arguments = _parser(words).parse_args(words)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else _ERROR
     try:
@@ -67,22 +70,30 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _asked_for(words: Sequence[str]) -> str | None:
+    """Return the name of the command: the first word that is no option, since none before it takes a value."""
+    first = next((word for word in words if not word.startswith("-")), None)
+    return first if first in _COMMANDS else None
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return what knows all commands by name, and what the one that is asked for takes."""
+    asked_for = _asked_for(words)
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Look at the checkpoints of a run, verify and prune them. None is loaded, no code in one is run.",
+        description=(
+            "Look at a run and its checkpoints, verify and prune them: none is loaded, no code in one is run. Drill a"
+            " run: kill it, and compare."
+        ),
         epilog=f"Help on a command: {_PROGRAM} COMMAND --help",
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(
-            name,
-            help=text,
-            description=module.DESCRIPTION,
-            epilog=module.EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked_for:
+            loaded = import_module(f"lightning_faulttolerant.cli.{module}")
+            command.description, command.epilog = loaded.DESCRIPTION, loaded.EPILOG
+            loaded.add_arguments(command)
+            command.set_defaults(run=loaded.run)
     return parser

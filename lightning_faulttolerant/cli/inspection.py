@@ -97,7 +97,8 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     for name, num_bytes in part["opaque"].items():
         yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")
     for name, num_bytes in part["others"].items():
-        yield _line("besides", f"{name}, {size_text(num_bytes)}")
+        if num_bytes:
+            yield _line("besides", f"{name}, {size_text(num_bytes)}")
     yield ""
     yield "State of the ranks"
     yield from _rank_lines(part["ranks"])

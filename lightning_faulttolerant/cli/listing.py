@@ -25,9 +25,10 @@ Each file is read whole and verified by its checksums; --no-verify reads only wh
 """
 EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": written without, nothing was compared;
-"set aside": it was found damaged before; "not committed": a directory that its writer has not completed; "superseded":
-an autosave of a run that was started anew from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of
-that epoch, STEP optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
+"damaged, set aside": found so when a run was resumed; "unreadable": it is there, but can't be read; "not verified":
+with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
+that was started anew from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP
+optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
 
 Exit status: 0 checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
 """

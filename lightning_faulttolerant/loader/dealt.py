@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 from lightning_faulttolerant.samplers.order import order_of as computed_order
+from lightning_faulttolerant.samplers.order import seeded
 
 _CHUNK = 16_384
 
@@ -57,11 +58,9 @@ class GlobalOrder:
         """Return the indices, each once."""
         if not self.shuffles:
             return torch.arange(self.length)
-        generator = torch.Generator()
+        generator = seeded(self.seed)
         if self.generator:
             generator.set_state(torch.frombuffer(bytearray(self.generator), dtype=torch.uint8))
-        else:
-            generator.manual_seed(self.seed)
         return torch.randperm(self.length, generator=generator)
 
 

@@ -72,7 +72,7 @@ class IndexSide:
         self._plan: IndexPlan | None = None
         self._birth: Moment | None = None
         self._is_aside = False
-        self._is_begun = False
+        self._is_begun = self._is_first_due = False
         self._iterator: _IndexIterator | None = None
         self.record = IndexRecord()
         self.not_exact: list[str] = []
@@ -103,6 +103,7 @@ class IndexSide:
         if new_workers:
             self._birth = None
         self._is_begun = True
+        self._is_first_due = False
         self._iterator = None
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
@@ -238,9 +239,8 @@ class IndexSide:
         if plan.start is None or plan.first is None:
             assert record.start is not None
             self._go_back_to(record.start)
-            indices = iter(self._sampler)
-            record.first = self._start_moment()
-            return indices
+            self._is_first_due = True  # its first draw comes later, under the states that are put back meanwhile
+            return iter(self._sampler)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
         record.handed_out = plan.position
         record.num_samples = plan.num_samples
@@ -256,6 +256,10 @@ class IndexSide:
     def draw(self, indices: Iterator[Any]) -> Any:
         """Draw the next batch, and note the states in which the sampler drew random numbers for it."""
         parked = self._parked
+        if self._is_first_due and parked is None:
+            self._is_first_due = False
+            self.record.first = self._start_moment()
+            self.record.order = self.record.order or self._order()
         if parked is None and not self.may_draw:
             return next(indices)
         if parked is not None:

@@ -154,7 +154,9 @@ class ResumableDataLoader(DataLoader[T]):
 
         Raises:
             NotExactError: If an iteration is under way.
-            FingerprintMismatchError: If it is the state of another loader.
+            FingerprintMismatchError: If it is the state of another loader. Where Fabric may still put a distributed
+                sampler in, that is told when the iteration begins.
+            ValueError: If it is no state of a loader.
         """
         self._started_run.load_state_dict(state_dict)
         self.state = dict(state_dict)

@@ -18,12 +18,14 @@ from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactErr
 from lightning_faulttolerant.loader.iteration import Iteration
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.sampler_name import sampler_name
 from lightning_faulttolerant.loader.told_epochs import ToldEpochs
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.blobs import POOL, pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 _VERSION = 1
+_DISTRIBUTED = " over DistributedSampler"  # also Fabric's wrapper of a sampler of the user's own
 
 
 class LoaderRun:
@@ -98,6 +100,7 @@ class LoaderRun:
         Raises:
             NotExactError: If an iteration is under way, or the state can't be gone on from.
             FingerprintMismatchError: If it is the state of another loader.
+            ValueError: If it is no state of a loader.
         """
         handed = None if self._handed is None else self._handed()
         if handed is not None and not handed.has_ended:
@@ -105,13 +108,13 @@ class LoaderRun:
                 "A state was loaded into a ResumableDataLoader while an iteration over it is under way, which began at"
                 " another place. Its batches would not be those of the state. Load the state before the loop begins."
             )
-        state = unpack_blobs(state_dict)
+        state = _unpacked(state_dict)
         if state.get("version") != _VERSION:
             raise NotExactError(
                 f"The state of a ResumableDataLoader is of version {state.get('version')}, this package reads version"
                 f" {_VERSION}. Install the version that saved it."
             )
-        _compare(state["fingerprint"], self._fingerprint)
+        _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
         self._tracker.load_state_dict(state["loader"])
         self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
         self._begun_epochs = list(state["begun_epochs"])
@@ -148,6 +151,7 @@ class LoaderRun:
         if state is None:
             self._leave()
         else:
+            _compare(state["fingerprint"], self._fingerprint)
             begins_next = state["has_begun"] and not is_rest
             self._told.go_on(state["sampler_epochs"], state["begun_epochs"], begins_next=begins_next)
         with self._told.unheard():
@@ -262,6 +266,7 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
         "number of samples": None if is_iterable or not hasattr(loader.dataset, "__len__") else len(loader.dataset),
         "batch size": loader.batch_size,
         "drop_last": loader.drop_last,
+        "sampler": sampler_name(loader),
         "worker_rng": "per_sample" if is_per_sample else "capture",
         "number of workers": None if is_per_sample else loader.num_workers,
         "rank": rank,
@@ -269,8 +274,26 @@ def _fingerprint(loader: DataLoader[Any], *, is_per_sample: bool) -> dict[str, A
     }
 
 
-def _compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    differences = [f"{name} {saved[name]!r} then, {now[name]!r} now" for name in now if saved.get(name) != now[name]]
+def _unpacked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"This is no state of a ResumableDataLoader: it is {state_dict!r}.")
+    if not {POOL, "version"} <= state_dict.keys():
+        raise ValueError(f"This is no state of a ResumableDataLoader: it has {sorted(state_dict, key=str)}.")
+    return unpack_blobs(state_dict)
+
+
+def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sampler: bool = False) -> None:
+    """Raise if a state is of another loader.
+
+    Args:
+        saved: The fingerprint in the state; that of an older state lacks what is not compared then.
+        now: The loader's.
+        may_get_sampler: Whether Fabric may still put a distributed sampler in, where there are several ranks.
+    """
+    names = [name for name in now if name in saved and saved[name] != now[name]]
+    if may_get_sampler and now["number of ranks"] > 1 and _DISTRIBUTED in str(saved.get("sampler")):
+        names = [name for name in names if name != "sampler"]
+    differences = [f"{name} {saved[name]!r} then, {now[name]!r} now" for name in names]
     if differences:
         raise FingerprintMismatchError(
             f"The state is that of another ResumableDataLoader: {'; '.join(differences)}. Its batches would not be"

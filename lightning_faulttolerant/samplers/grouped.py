@@ -19,7 +19,7 @@ from lightning_faulttolerant.samplers.groups import (
     group_numbers,
     num_batches,
 )
-from lightning_faulttolerant.samplers.order import OrderName, check_order, order_of
+from lightning_faulttolerant.samplers.order import OrderName, check_order, checked_seed, order_of
 from lightning_faulttolerant.samplers.progress import Interruptible, LenMode
 from lightning_faulttolerant.samplers.state import VERSION, check_not_too_far, check_same, read_position
 
@@ -100,6 +100,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         len_mode: LenMode = "full",
     ) -> None:
         check_order(order)
+        self.seed = checked_seed(seed, order=order)
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset  # type: ignore[assignment]
         if len(group_ids) != len(self.dataset):  # type: ignore[arg-type]  # it is sized
             raise ValueError(
@@ -110,7 +111,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         self.leftover = leftover or ("drop" if drop_last else "pad")
         if self.leftover not in LEFTOVERS:
             raise ValueError(f"leftover={leftover!r}: there are {', '.join(map(repr, LEFTOVERS))}.")
-        self.batch_size, self.shuffle, self.seed, self.order_name = batch_size, shuffle, seed, order
+        self.batch_size, self.shuffle, self.order_name = batch_size, shuffle, order
         self.group_ids = group_ids
         self._groups = group_numbers(group_ids)
         self._digest = digest_of(self._groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from lightning_faulttolerant.samplers.feistel import FeistelPermutation
 
 OrderName = Literal["torch", "feistel"]
 ORDERS = ("torch", "feistel")
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1  # of torch's generators, which take a negative one modulo 2**64
 
 
 class Order(Protocol):
@@ -56,9 +58,7 @@ class TorchOrder:
     def at(self, positions: Tensor) -> Tensor:
         """Return the indices at `positions`."""
         if self._permutation is None:
-            generator = torch.Generator()
-            generator.manual_seed(self._seed)
-            self._permutation = torch.randperm(self.length, generator=generator, device="cpu")
+            self._permutation = torch.randperm(self.length, generator=seeded(self._seed), device="cpu")
         return self._permutation[positions]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,3 +86,30 @@ def check_order(name: str) -> None:
     """Raise a ``ValueError`` unless `name` is that of an order."""
     if name not in ORDERS:
         raise ValueError(f"order={name!r}: there are {', '.join(map(repr, ORDERS))}.")
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of torch's that begins with a seed; with an epoch added that may be more than torch takes."""
+    return torch.Generator().manual_seed(seed & _MOST_SEED)
+
+
+def checked_seed(seed: int, *, order: str) -> int:
+    """Return `seed` as Python's whole number.
+
+    Args:
+        seed: Of an order.
+        order: The name of that order.
+
+    Raises:
+        ValueError: If it is no whole number, or one that torch's generators don't take where they draw the order.
+    """
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise ValueError(f"seed={seed!r}: it must be a whole number.") from error
+    if order == "torch" and not _LEAST_SEED <= number <= _MOST_SEED:
+        raise ValueError(
+            f"seed={seed!r}: torch's generators take seeds from -2**63 to 2**64 - 1. Take one of these; order='feistel'"
+            " takes any whole number."
+        )
+    return number

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from lightning_faulttolerant.samplers.deal import indices_of
-from lightning_faulttolerant.samplers.order import Order, check_order, order_of
+from lightning_faulttolerant.samplers.order import Order, check_order, checked_seed, order_of
 from lightning_faulttolerant.samplers.progress import Interruptible
 from lightning_faulttolerant.samplers.state import VERSION, Position, check_not_too_far, check_same, read_position
 
@@ -27,7 +27,7 @@ class InterruptibleSamples(Interruptible):
     def __init__(self, dataset: Sized | int, *, shuffle: bool, seed: int, order: str, **more: Any) -> None:
         check_order(order)
         self.dataset = range(dataset) if isinstance(dataset, int) else dataset
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle, self.seed = shuffle, checked_seed(seed, order=order)
         self.order_name = order
         self._order: tuple[tuple[Any, ...], Order] | None = None
         super().__init__(unit="samples", **more)

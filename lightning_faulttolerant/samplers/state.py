@@ -46,6 +46,8 @@ def read_position(state: Mapping[str, Any], *, kind: str) -> Position:
     Raises:
         ValueError: If it is no state of a sampler, or one of another kind or of a later version.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"This is no state of a sampler: it is {state!r}.")
     if "version" not in state:
         return Position(epoch=_count(state, "epoch"), consumed=_count(state, "progress"), num_replicas=0)
     if state["version"] != VERSION:

@@ -125,7 +125,8 @@ def load_flags(module: nn.Module, state: Mapping[str, list[str]]) -> None:
     for name, child in module.named_modules():
         child.training = name not in evaluating
     for name, norm in _norms(module):
-        norm.track_running_stats = name not in untracked
+        if norm.track_running_stats == (name in untracked):  # of a scripted module it is a constant
+            norm.track_running_stats = name not in untracked
     for name, parameter in module.named_parameters():
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -22,6 +21,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.files import parts
+from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position
@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEY
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
+from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Autosaver:
         options: When.
         ranks: Who saves together: each of the methods that save is a collective.
         header: Gives what every checkpoint of this fit says about it: origin, fingerprint, surroundings.
+        history: Is told of each.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Autosaver:
         *,
         ranks: Ranks,
         header: Callable[[], Mapping[str, Any]],
+        history: History,
     ) -> None:
         self._trainer = trainer
         self._series = series
@@ -70,6 +73,7 @@ class Autosaver:
         self._options = options
         self._ranks = ranks
         self._header = header
+        self._history = history
         self._budget = Budget(options.overhead_budget)
         self._writer = BackgroundWriter("autosave")
         self._staging = Staging()
@@ -89,6 +93,8 @@ class Autosaver:
         self.is_dumping = False
         self.saved: Position | None = None
         """Where the last autosave was taken that is written and verified."""
+        self.on_saved: Sequence[Callable[[Position, str], None]] = ()
+        """Called with its position and path, by who has written it; also from the thread behind training."""
 
     def is_due(self) -> bool:
         """Return whether an autosave is due at this boundary. The first boundary's is always.
@@ -144,7 +150,8 @@ class Autosaver:
             self._write_now(checkpoint, position, began)
             return True
         self._has_failed = False
-        self._writer.start(partial(self._write_behind, staged, position))
+        waited = self._budget.now() - began
+        self._writer.start(partial(self._write_behind, staged, position, began, waited))
         self._note(position, began)
         return False
 
@@ -260,14 +267,19 @@ class Autosaver:
     def _save_shards(self, shards: ShardWriter, checkpoint: dict[str, Any], position: Position, began: float) -> None:
         is_first = self._last_step is None
         if is_first and self._options.async_save:
-            rank_zero_info("async_save=True: autosaves of a strategy that shards are waited for.")
+            tell("async_save=True: autosaves of a strategy that shards are waited for.")
         self._run_state.files.flush()
         by_first(self._ranks, "check", lambda: _check_loads(without_shards(checkpoint)))
         path = shards.save(checkpoint, position)
         if is_first:
             by_first(self._ranks, "load", lambda: load_path(path))
+        self._has_saved(position, path)
+        self._note(position, began, path)
+
+    def _has_saved(self, position: Position, path: str) -> None:
         self.saved = position
-        self._note(position, began)
+        for hear in self.on_saved:
+            hear(position, path)
 
     def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         assert checkpoint is not None
@@ -276,8 +288,8 @@ class Autosaver:
         path = self._write(checkpoint, position)
         if is_first:
             load_file(path)
-        self.saved = position
-        self._note(position, began)
+        self._has_saved(position, path)
+        self._note(position, began, path)
         if is_first and self._options.async_save:  # the first copy is not to pay for new memory
             self._writer.start(self._staging.reserve(checkpoint))
 
@@ -288,20 +300,23 @@ class Autosaver:
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
         return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
 
-    def _write_behind(self, checkpoint: dict[str, Any], position: Position) -> None:
+    def _write_behind(self, checkpoint: dict[str, Any], position: Position, began: float, waited: float) -> None:
         try:
-            self._write(checkpoint, position)
-            self.saved = position
+            path = self._write(checkpoint, position)
+            self._has_saved(position, path)
+            self._history.autosave(self._series, path, position, seconds=waited, taken=began, is_behind=True)
         except BaseException:
             self._has_failed, self.due_at = True, float("-inf")  # so that the next boundary asks
             raise
 
-    def _note(self, position: Position, began: float) -> None:
+    def _note(self, position: Position, began: float, path: str | None = None) -> None:
         seconds = self._budget.spend(began)
         self._last_step, self.due_at = position.global_step, self._next_due_at()
         if self._has_failed:  # before that line
             self.due_at = float("-inf")
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
+        if path is not None:
+            self._history.autosave(self._series, path, position, seconds=seconds, taken=began)
 
 
 def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:

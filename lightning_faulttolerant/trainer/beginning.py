@@ -22,9 +22,10 @@ from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
-from lightning_faulttolerant.trainer.run import Run, default_run_id, open_run
+from lightning_faulttolerant.trainer.run import Run, open_run, run_id_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,8 @@ class Beginning:
         self._error: Exception | None = None
         self.series: AutosaveSeries | None = None
         """The autosaves of this fit, on rank 0."""
+        self.history = History(trainer)
+        """What is told of it, on rank 0."""
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
@@ -82,8 +85,10 @@ class Beginning:
     def _open(self) -> None:
         options = self._options
         dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path("fault_tolerance")
-        self._run = open_run(dirpath, options.run_id or default_run_id(sys.argv, os.environ), options.script)
+        self._run = open_run(dirpath, run_id_of(options.run_id, sys.argv, os.environ), options.script)
         self.series = self._run.begin_fit(keep_last=options.keep_last)
+        self.history = History(self._trainer, self._run.history, fit=self._run.num_fits)
+        self.history.begin(options.script)
 
     def connect(self) -> Ranks:
         """Connect the ranks, and let those behind rank 0 know what it has found; a collective.

@@ -13,6 +13,7 @@ from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_un
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.position import BOUNDARY, VALIDATION, Position, position_of
 from lightning_faulttolerant.trainer.ranks.agreement import STOP
@@ -35,6 +36,7 @@ class Boundary:
         ranks: Who trains together.
         overhead_budget: Share of the time that captures may take.
         hook_saves: Knows whether somebody needs one at each boundary all the same.
+        history: Gets a sign of life now and then.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Boundary:
         ranks: Ranks,
         overhead_budget: float,
         hook_saves: HookSaves,
+        history: History,
     ) -> None:
         self._trainer = trainer
         self._loaders = loaders
@@ -59,6 +62,7 @@ class Boundary:
         self._ranks = ranks
         self._budget = Budget(overhead_budget)
         self._hook_saves = hook_saves
+        self._history = history
         self.fetches_from_workers = loaders.has_workers()
         """Whether batches come from other processes: each fetch is to be noted, in `StopSignals.fetch_began`."""
         self._handed_out = -1
@@ -76,6 +80,8 @@ class Boundary:
             began = self._budget.now()
             self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
             self._budget.spend(began)
+        if now >= self._history.due_at:
+            self._history.alive()
         if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
 
@@ -121,6 +127,8 @@ class Boundary:
         """Stop inside a validation run, if it was asked for and the run's start can be saved."""
         if self._agreement.at_validation_batch() and self.capture is not None:
             self._stop_in_validation(self.capture)
+        if self._budget.now() >= self._history.due_at:
+            self._history.alive()
         self._stop.fetch_began = time.monotonic()
 
     def _stop_in_validation(self, capture: Capture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
@@ -14,7 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
-from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
+from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
 from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
@@ -26,8 +28,8 @@ class FaultTolerance(Callback):
     """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
 
     Args:
-        dirpath: Where the autosaves go: a directory, or a URL such as ``s3://bucket/folder``. Default:
-            ``<default_root_dir>/fault_tolerance``.
+        dirpath: Where the autosaves go: a directory, of which ``~`` is the home directory, or a URL such as
+            ``s3://bucket/folder``. Default: ``<default_root_dir>/fault_tolerance``.
         run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
         keep_last: How many verified autosaves are kept, at least 1.
         every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
@@ -41,8 +43,8 @@ class FaultTolerance(Callback):
         grace_seconds: How long after the first of them the process has to end. What can't be saved in this time is
             not, and the last autosave stays.
         deadline: When the run has to have ended: a ``datetime``, local if it has no time zone, or a ``timedelta`` from
-            now on. It stops and saves before, with exit code 75. ``SLURM_JOB_END_TIME`` is minded in any case; the
-            earlier of the two counts.
+            now on, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. It stops and saves before,
+            with exit code 75. ``SLURM_JOB_END_TIME`` is minded in any case; the earlier of the two counts.
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
         auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
@@ -52,8 +54,11 @@ class FaultTolerance(Callback):
         worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.
             ``per_sample``: the generators are seeded before each sample, so that the number of workers may change from
             run to run and every batch stays the same; also the number of ranks, and every sample does.
+        ledger: A file to which each batch, each value that loggers receive and each autosave is written as it happens,
+            so that two runs can be compared. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If an argument is out of its range, or two contradict each other.
 
     Example:
@@ -74,12 +79,13 @@ class FaultTolerance(Callback):
         async_save: bool = False,
         stop_signals: Sequence[str] = ("SIGTERM", "SIGINT"),
         grace_seconds: float = 25.0,
-        deadline: datetime | timedelta | None = None,
+        deadline: datetime | timedelta | str | None = None,
         save_on_exception: bool = True,
         auto_resume: bool = True,
         strict: bool = True,
         elastic: bool = False,
         worker_rng: str = "capture",
+        ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         self._options = Options(
             dirpath=checked_dirpath(dirpath),
@@ -97,11 +103,13 @@ class FaultTolerance(Callback):
             strict=strict,
             elastic=elastic,
             worker_rng=worker_rng,
+            ledger=checked_ledger(ledger),
         )
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
         self._log: Any = None
         self._session: Session | None = None
+        self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
         self.is_from_environment = False
 
@@ -138,6 +146,7 @@ class FaultTolerance(Callback):
             _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
             return
         self._last_report = None
+        self._close_ledger()  # it lies over the session
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         under_way.begin(trainer)
@@ -154,6 +163,11 @@ class FaultTolerance(Callback):
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
+            self._ledger = OpenLedger(trainer, self._options, self._session)
+        elif is_switched_off() and self._is_in_charge(trainer) and begins_while_off(trainer):
+            self._close_ledger()
+            under_way.begin(trainer)
+            self._ledger = OpenLedger(trainer, self._options, None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
@@ -163,17 +177,39 @@ class FaultTolerance(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""
-        if self._session is not None and not self._is_of_another(trainer):
-            session, self._session = self._session, None
-            self._keep_report(session)
-            session.interrupt(exception)
+        session = self._ended(trainer)
+        with self._ledger_ended(trainer, finished=False):
+            if session is not None:
+                session.interrupt(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Mark the fit as finished, and leave nothing of ours behind."""
-        if self._session is not None and stage == "fit" and not self._is_of_another(trainer):
-            session, self._session = self._session, None
-            self._keep_report(session)
-            session.finish()
+        if stage != "fit":
+            return
+        session = self._ended(trainer)
+        with self._ledger_ended(trainer, finished=True):
+            if session is not None:
+                session.finish()
+
+    def _ended(self, trainer: Trainer) -> Session | None:
+        """Return the session of a fit that ends, if there is one, and forget it."""
+        if self._session is None or self._is_of_another(trainer):
+            return None
+        session, self._session = self._session, None
+        self._keep_report(session)
+        return session
+
+    def _ledger_ended(self, trainer: Trainer, *, finished: bool) -> AbstractContextManager[None]:
+        if self._ledger is None or not self._ledger.is_of(trainer):
+            return nullcontext()
+        ledger, self._ledger = self._ledger, None
+        return ledger.ended(finished=finished)
+
+    def _close_ledger(self) -> None:
+        """Close that of a fit whose end we were not told."""
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
 
     def _keep_report(self, session: Session) -> None:
         report = self._last_report = session.report

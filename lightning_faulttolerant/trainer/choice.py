@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -22,6 +21,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.files.parts import KEY, load
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position, progress_of
+from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,11 @@ class Choice:
     def part(self) -> Mapping[str, Any] | None:
         """Our part of the checkpoint."""
         return (self.checkpoint or {}).get(KEY)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the fit goes on where this run was, rather than beginning anew."""
+        return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
     def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
         """Return the choice with the content that Lightning has read, or without any when it was restored."""
@@ -86,7 +91,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     if is_newest and _is_further(ours, path):
         return Choice(path=newest, origin=ours[KEY]["origin"], checkpoint=ours, is_autosave=True)
     if is_newest:
-        rank_zero_info(f"{path} is further on than the autosave {newest}.")
+        tell(f"{path} is further on than the autosave {newest}.")
         return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=newest)
     return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
 

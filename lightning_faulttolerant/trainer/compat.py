@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
@@ -91,6 +91,8 @@ def is_newest_of_trainer(trainer: Trainer, path: str) -> bool:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             last |= {os.path.realpath(p) for p in callback._find_last_checkpoints(trainer)}
+        elif isinstance(callback, OnExceptionCheckpoint):  # beside it no ckpt_path at all is taken for "last"
+            last.add(os.path.realpath(callback.ckpt_path))
     return os.path.realpath(path) in last or os.path.basename(path).startswith("hpc_ckpt_")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -9,20 +10,24 @@ from datetime import datetime, timedelta
 RESERVE_SECONDS = 10.0
 """What is kept free before a deadline, besides the time for a save and for a batch: for the end of the process."""
 _SAVE_FACTOR = 1.2
+_DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
 
-def checked_deadline(deadline: datetime | timedelta | None) -> float | None:
+def checked_deadline(deadline: datetime | timedelta | str | None) -> float | None:
     """Return a deadline as seconds since 1970.
 
     Args:
-        deadline: When; a ``datetime`` without a time zone is in local time, a ``timedelta`` counts from now.
+        deadline: When; a ``datetime`` without a time zone is in local time, a ``timedelta`` counts from now. A string
+            is either of them as Python prints it.
 
     Raises:
-        TypeError: If it is neither.
-        ValueError: If it is a ``timedelta`` that is not positive.
+        TypeError: If it is none of these.
+        ValueError: If it is a ``timedelta`` that is not positive, or a string that is neither.
     """
     if deadline is None:
         return None
+    if isinstance(deadline, str):
+        deadline = _parsed(deadline)
     if isinstance(deadline, timedelta):
         if deadline <= timedelta(0):
             raise ValueError(f"deadline must be positive if it is a timedelta, got {deadline}.")
@@ -30,6 +35,21 @@ def checked_deadline(deadline: datetime | timedelta | None) -> float | None:
     if not isinstance(deadline, datetime):
         raise TypeError(f"deadline must be a datetime or a timedelta, got {deadline!r}.")
     return deadline.timestamp()
+
+
+def _parsed(text: str) -> datetime | timedelta:
+    """Return what `text` says: configuration files have neither a type of their own for."""
+    duration = _DURATION.fullmatch(text)
+    if duration is not None:
+        days, hours, minutes, seconds = duration.groups()
+        return timedelta(days=int(days or 0), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
+    try:
+        return datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # which Python 3.10 does not know
+    except ValueError:
+        raise ValueError(
+            f"deadline is {text!r}, which is neither a time such as '2026-12-31 18:30:00+01:00' nor a time from now on"
+            " such as '4:00:00' or '2 days, 4:00:00'."
+        ) from None
 
 
 class Deadline:

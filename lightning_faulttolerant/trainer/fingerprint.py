@@ -9,6 +9,7 @@ import contextlib
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
+from lightning_faulttolerant.loader.sampler_name import inner_sampler, sampler_name
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
@@ -72,7 +74,7 @@ def loader_fingerprint(loader: Any, *, is_per_sample: bool = False) -> dict[str,
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         **({"worker_rng": "per_sample"} if is_per_sample else workers),
-        "sampler": _sampler_name(loader),
+        "sampler": sampler_name(loader),
         **_sampler_seed(loader),
         "dataset": _dataset(loader.dataset),
     }
@@ -154,15 +156,9 @@ def mismatch(lines: list[str], *, path: str) -> FingerprintMismatchError:
     )
 
 
-def _sampler_name(loader: DataLoader[Any]) -> str:
-    batch_sampler = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "no batching"
-    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    return f"{batch_sampler} over {type(inner).__name__}"
-
-
 def _sampler_seed(loader: DataLoader[Any]) -> dict[str, int]:
     """Return what the order of a distributed sampler follows from, besides the epoch: no generator's state has it."""
-    inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    inner = inner_sampler(loader)
     return {_SEED: inner.seed} if isinstance(inner, DistributedSampler) and inner.shuffle else {}
 
 
@@ -187,7 +183,20 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
             found[name] = _digest(value)
         elif isinstance(value, (list, tuple)) and value and all(_is_array(item) for item in value[:_FIRST_ITEMS]):
             found[name] = {str(i): _digest(item) for i, item in enumerate(value[:_FIRST_ITEMS])}
+        elif isinstance(value, (list, tuple)) and (names := _file_names(value)) is not None:
+            found[name] = names
     return found
+
+
+def _file_names(values: Sequence[Any]) -> str | None:
+    """Return a digest of a list of files, alone or each with a label; ``None`` if it is none.
+
+    Without their directories: the data may lie elsewhere on another machine, and come in another order there.
+    """
+    names = [item[0] if isinstance(item, tuple) and item else item for item in _sampled(values)]
+    if not names or not all(isinstance(name, (str, PurePath)) for name in names):
+        return None
+    return f"[{len(values)}] crc {_crc([str(name).rpartition('/')[2] for name in names])}"
 
 
 def _is_array(value: Any) -> bool:
@@ -204,9 +213,13 @@ def _digest(array: Any) -> str:
 
 
 def _digest_list(values: Sequence[Any]) -> str:
+    return f"[{len(values)}] crc {_crc([str(value) for value in _sampled(values)])}"
+
+
+def _sampled(values: Sequence[Any]) -> Iterator[Any]:
     stride = max(1, len(values) // _SAMPLED_ELEMENTS)
     # Picked one by one: a sequence of the user's own may have no slices, and millions are not made text.
-    return f"[{len(values)}] crc {_crc([str(values[i]) for i in range(0, len(values), stride)])}"
+    return (values[i] for i in range(0, len(values), stride))
 
 
 def _crc(sample: list[Any]) -> str:

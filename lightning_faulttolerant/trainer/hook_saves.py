@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.capture import Capture, RunState, named_callbacks
@@ -42,8 +42,9 @@ _PLACES = {
     "on_fit_end": FINISHED,
     "teardown": FINISHED,
 }
-# Called with an outcome and a batch that are gone when a run goes on; Lightning's own callbacks don't look at them.
+# Called with an outcome and a batch that are gone when a run goes on; of Lightning's own callbacks two look at them.
 _WITH_BATCH = ("on_train_batch_end",)
+_LOOKS_AT_BATCHES = (SpikeDetection, ThroughputMonitor)
 # A run that goes on behind its end doesn't come by these any more.
 _NOT_AGAIN = ("on_train_end", "on_fit_end", "teardown")
 _SAVES = "save_checkpoint"
@@ -154,10 +155,14 @@ class HookSaves:
             function = _overridden(owner, hook)
             if function is None or _is_ours(function):
                 continue
-            if hook in _NOT_AGAIN or (hook in _WITH_BATCH and not _is_lightnings(function)):
-                if not _is_lightnings(function):
-                    lost.append(f"{type(owner).__name__}.{hook}")
+            is_lightnings = _is_lightnings(function)
+            if hook in _WITH_BATCH:
+                can_be_called = is_lightnings and not isinstance(owner, _LOOKS_AT_BATCHES)
             else:
+                can_be_called = is_lightnings or hook not in _NOT_AGAIN
+            if not can_be_called:
+                lost.append(f"{type(owner).__name__}.{hook}")
+            elif hook not in _NOT_AGAIN:
                 behind.append(name)
         return behind, lost
 

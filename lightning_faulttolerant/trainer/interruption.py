@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.telling import tell
 
 
 def end_interrupted(
@@ -33,7 +34,7 @@ def end_interrupted(
 def tell_stopped(exception: TrainingStopped, saved: Position | None) -> None:
     """Say where a run that was stopped will go on."""
     place = "from the beginning" if saved is None else str(saved)
-    rank_zero_info(f"\n{exception.reason}. Run the same command again to go on {place}.")
+    tell(f"\n{exception.reason}. Run the same command again to go on {place}.")
 
 
 def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) -> None:
@@ -44,4 +45,4 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
         rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
         return
     if not isinstance(exception, TrainingStopped):
-        rank_zero_info(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {autosaver.saved}.")
+        tell(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {autosaver.saved}.")

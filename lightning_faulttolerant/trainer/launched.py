@@ -42,6 +42,10 @@ class Script:
         """Return how many fits of a run there were, in this process and in those that it has made."""
         return max(self.held.get(directory, 0), self._of_run(directory)["begun"])
 
+    def num_begun(self) -> int:
+        """Return how many fits of all runs there were, in this process and in those that it has made."""
+        return sum(self.num_fits(directory) for directory in {*self.held, *self.directories()})
+
     def num_open(self, directory: str) -> int:
         """Return how many fits of a run have begun in other processes and not come to their end."""
         return self._of_run(directory)["open"]

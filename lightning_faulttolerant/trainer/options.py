@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from pathlib import PurePath
 
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
@@ -14,6 +17,7 @@ from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.run import check_run_id, this_process
 
 _UNSTOPPABLE = ("SIGKILL", "SIGSTOP", "SIGCHLD")
+_FLAGS = ("save_on_exception", "auto_resume", "strict", "elastic", "async_save")
 _SPOILT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 
 
@@ -36,10 +40,14 @@ class Options:
     worker_rng: str = "capture"
     async_save: bool = False
     deadline: float | None = None
+    ledger: str | None = None
+    made_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
     """The process in which the callback was made: Lightning may run the fit in others."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.run_id is not None:
             check_run_id(self.run_id)
         if self.keep_last < 1:
@@ -61,6 +69,20 @@ class Options:
         for name in self.stop_signals:
             _check_signal(name)
 
+    def _check_types(self) -> None:
+        for name in ("keep_last", "every_n_train_steps"):
+            if name == "keep_last" or self.every_n_train_steps is not None:
+                object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
+        for name in ("overhead_budget", "grace_seconds"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), Real):
+                raise TypeError(f"{name} must be a number, got {getattr(self, name)!r}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        interval = self.train_time_interval
+        if interval is not None and not isinstance(interval, timedelta):
+            raise TypeError(f"train_time_interval must be a timedelta, such as timedelta(minutes=5); got {interval!r}.")
+
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
         """The stop signals that exist on this system."""
@@ -74,15 +96,50 @@ def _check_signal(name: str) -> None:
         raise ValueError(f"stop_signals holds {name!r}, which is no signal here. Use names such as 'SIGTERM'.")
 
 
-def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
-    """Return `dirpath` as a local path or as a URL of another file system.
+def _whole_number(name: str, value: object) -> int:
+    """Return a whole number of any type, NumPy's too, as Python's."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    return number
+
+
+def _text(name: str, path: str | os.PathLike[str]) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {path!r}.")
+    return os.fspath(path)
+
+
+def checked_ledger(path: str | os.PathLike[str] | None) -> str | None:
+    """Return where a ledger goes, as an absolute path: the process may change its directory.
 
     Raises:
+        TypeError: If it is no path.
+        ValueError: If it is empty, or a URL: a line could not be added to an object in a store.
+    """
+    if path is None:
+        return None
+    text = _text("ledger", path)
+    if not text:
+        raise ValueError("ledger must name a file, got ''. Leave it out, or pass None, if none is to be written.")
+    if is_url(text) or (isinstance(path, PurePath) and _SPOILT_URL.match(text)):
+        raise ValueError(f"A ledger is a local file, to which lines are added as it happens; got {text}.")
+    return os.path.abspath(os.path.expanduser(local_path(text)))
+
+
+def checked_dirpath(dirpath: str | os.PathLike[str] | None) -> str | None:
+    """Return `dirpath` as a local path, with the home directory for ``~``, or as a URL of another file system.
+
+    Raises:
+        TypeError: If it is no path.
         ValueError: If it is a URL that `Path` has spoilt.
     """
     if dirpath is None:
         return None
-    text = os.fspath(dirpath)
+    text = _text("dirpath", dirpath)
     if isinstance(dirpath, PurePath) and _SPOILT_URL.match(text):
         raise ValueError(f"dirpath is {dirpath!r}: Path takes a slash from a URL. Pass the URL as a string.")
-    return text if is_url(text) else local_path(text)
+    return text if is_url(text) else os.path.expanduser(local_path(text))

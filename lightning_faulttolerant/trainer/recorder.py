@@ -5,7 +5,6 @@ Each event goes to its file at once, so that what a killed process did is there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -14,18 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor, Timer
 from lightning.pytorch.loggers import Logger
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_faulttolerant.state.blobs import tensor_to_blob
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import metrics_state
-from lightning_faulttolerant.state.tensors import flags_state, shard_of
+from lightning_faulttolerant.state.tensors import flags_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state
 from lightning_faulttolerant.trainer.callback import FaultTolerance
 from lightning_faulttolerant.trainer.capture import named_callbacks
+from lightning_faulttolerant.trainer.ledger.digests import (
+    digest,
+    exact,
+    learning_rates,
+    optimizers_digest,
+    weights_digest,
+)
 from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
 
 
@@ -65,7 +70,7 @@ class Recorder(Callback):
     ) -> None:
         """Record the loss and the learning rates."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        rates = [[exact(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        rates = learning_rates(trainer)
         fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
         self.write(
             "step", epoch=trainer.current_epoch, batch=batch_idx, loss=exact(loss), learning_rates=rates, **fetched
@@ -178,45 +183,11 @@ class KillAt(Callback):
                 os.kill(os.getpid(), self._signum)
 
 
-def exact(value: Any) -> Any:
-    """Return a number as text that loses no bit, anything else as what JSON can hold."""
-    value = shard_of(value)
-    if isinstance(value, Tensor):
-        return digest(value) if value.numel() != 1 else exact(value.item())
-    return value.hex() if isinstance(value, float) else value
-
-
-def digest(value: Any) -> str:
-    """Return a digest of nested tensors and plain values."""
-    state = hashlib.blake2b(digest_size=8)
-    _feed(state, value)
-    return state.hexdigest()
-
-
-def _feed(state: Any, value: Any) -> None:
-    value = shard_of(value)
-    if isinstance(value, Tensor):
-        state.update(f"{value.dtype}{list(value.shape)}".encode())
-        state.update(tensor_to_blob(value.detach().cpu()))
-    elif isinstance(value, Mapping):
-        for key in value:
-            state.update(str(key).encode())
-            _feed(state, value[key])
-    elif isinstance(value, (list, tuple)):
-        state.update(str(len(value)).encode())
-        for item in value:
-            _feed(state, item)
-    else:
-        state.update(repr(value).encode())
-
-
 def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -> None:
     """Record what a fit leaves behind: weights, optimizers, metrics, callbacks, and the generators' next draws."""
     module = trainer.lightning_module
     metrics = {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
     states = {
-        "weights": dict(module.state_dict()),
-        "optimizers": [_in_order(optimizer.state_dict()) for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
         "metric states": metrics_state(module),
@@ -229,19 +200,17 @@ def record_end(recorder: Recorder, trainer: Trainer, draws: Mapping[str, Any]) -
         metrics=metrics,
         draws=dict(draws),
         callbacks=_callbacks(trainer),
+        weights=weights_digest(trainer),
+        optimizers=optimizers_digest(trainer),
         **{name: digest(state) for name, state in states.items()},
     )
 
 
-def _in_order(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the values of each parameter in one order: FSDP1 loads them in another."""
-    return {**state, "state": {name: dict(sorted(values.items())) for name, values in state["state"].items()}}
-
-
 def _callbacks(trainer: Trainer) -> dict[str, str]:
     """Return a digest of each callback's state, of what it keeps besides, and of the modules that it holds."""
-    # A Timer tells the time, and checkpoint callbacks name files: both are other ones in every run.
-    compared = [c for c in compat.callbacks(trainer) if not isinstance(c, (Timer, Checkpoint))]
+    # Two tell the time, and checkpoint callbacks name files: both are other ones in every run.
+    differing = (Timer, ThroughputMonitor, Checkpoint)
+    compared = [c for c in compat.callbacks(trainer) if not isinstance(c, differing)]
     kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))
     states = {}
     for name, callback in named_callbacks(compared).items():

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
 from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored
 from lightning_faulttolerant.trainer.choice import Choice
@@ -109,3 +110,12 @@ class Restoring:
             original()
 
         return restore_training_state
+
+    def wrap_restore_callbacks(self, original: Method) -> Method:
+        """Return what lets callbacks load what they have saved, where Lightning's own can't."""
+
+        def restore_callbacks() -> None:
+            with spikes_restored(self._trainer):
+                original()
+
+        return restore_callbacks

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
@@ -32,6 +31,7 @@ from lightning_faulttolerant.trainer.fingerprint import (
 )
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
+from lightning_faulttolerant.trainer.precision import convert_module, rounded
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
@@ -39,6 +39,7 @@ from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
+from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
 
@@ -189,10 +190,24 @@ class Resume:
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
         if "state_dict" in checkpoint:
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
+            self._keep_all_bits(checkpoint["state_dict"])
         if "loops" in checkpoint:
             if not self._state.get("loaders", {}).get("left"):
                 loader_states(checkpoint).clear()  # each loader's place is put back once, by us
             load_into_loops(checkpoint["loops"]["fit_loop"], self.position)
+
+    def _keep_all_bits(self, state_dict: Mapping[str, Any]) -> None:
+        if self._trainer.strategy.restore_checkpoint_after_setup:  # it loads by itself, into what is set up
+            return
+        convert_module(self._trainer)
+        lines = rounded(self._trainer.lightning_module, state_dict)
+        if lines:
+            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            self._fails(
+                f"{self._path} can't be restored exactly: {lines[0]}{more}",
+                remedy="Give the module its type where it is made, in its setup or configure_model, or by the Trainer's"
+                " precision, so that it has it when it is loaded",
+            )
 
     def begin(self) -> None:
         """Compare what is known when the fit begins, and let its loaders go on; what a finder did before is over.
@@ -254,10 +269,11 @@ class Resume:
             _log.warning("%s can't be resumed exactly: %s", self._path, reason)
         self._not_exact += reasons
 
-    def _fails(self, reason: str) -> None:
+    def _fails(self, reason: str, *, remedy: str | None = None) -> None:
         if self._strict:
             autosave = "an autosave" if self._nearest is None else f"the autosave {self._nearest}"
-            raise NotExactError(f"{reason}. Resume from {autosave}, or pass FaultTolerance(strict=False).")
+            remedy = remedy or f"Resume from {autosave}"
+            raise NotExactError(f"{reason}. {remedy}, or pass FaultTolerance(strict=False).")
         _log.warning(reason)
         self._not_exact.append(reason)
 
@@ -347,6 +363,6 @@ class Resume:
         )
         self._state, self._callback_states = {}, {}
         with above_the_bar():
-            rank_zero_info(f"{self._report}")
+            tell(f"{self._report}")
         if position is not None and position.is_in_epoch:
             go_on_at(self._trainer, position)

@@ -14,11 +14,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lightning_faulttolerant.checkpoint.lock import LOCK_NAME
 from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.trainer.history_file import open_history
 from lightning_faulttolerant.trainer.launched import Script, this_script
 
 _log = logging.getLogger(__name__)
@@ -38,14 +41,38 @@ def check_run_id(run_id: str) -> str:
     """Return `run_id` if it can name a directory.
 
     Raises:
+        TypeError: If it is no string.
         ValueError: If it can't.
     """
+    if not isinstance(run_id, str):
+        raise TypeError(f"run_id must be a string, got {run_id!r}. It names the directory of this run's autosaves.")
     if not _ALLOWED.fullmatch(run_id):
         raise ValueError(
             f"run_id must be 1 to 128 letters, digits, dots, dashes or underscores, beginning with a letter or digit;"
             f" got {run_id!r}. It names the directory of this run's autosaves."
         )
     return run_id
+
+
+def run_id_of(own: str | None, argv: list[str], environment: Mapping[str, str]) -> str:
+    """Return the run id of a fit.
+
+    In a drill that is one of the drill's also where the script gives its own: no run of the user's may be gone on with.
+
+    Args:
+        own: What the callback was given.
+        argv: Of the process.
+        environment: Of the process.
+    """
+    if own is not None and not environment.get(DRILL_VARIABLE):
+        return own
+    default = default_run_id(argv, environment)
+    if own is None:
+        return default
+    joined = f"{default}-{own}"
+    if _ALLOWED.fullmatch(joined):
+        return joined
+    return f"{default}-{hashlib.blake2b(own.encode(), digest_size=6).hexdigest()}"
 
 
 def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
@@ -79,8 +106,12 @@ class Run:
         self._has_ended = False
         self._store = open_store(directory)
         self._lock = open_lock(directory)
-        self._store.listing()  # before the lock: stores say more of what is wrong with a listing
+        found = self._store.listing()  # before the lock: stores say more of what is wrong with a listing
+        self.was_killed = LOCK_NAME in found.files
+        """Whether an earlier process of this run could not give its lock back."""
         self._is_held_by_script = script.is_elsewhere and directory in script.held
+        self._check = _is_held if self._is_held_by_script else self._lock.check
+        self.history = open_history(directory, check=self._check)
         if self._is_held_by_script:
             return  # by its process, which waits for this one
         self._lock.acquire()
@@ -100,8 +131,7 @@ class Run:
             self._script.begin_fit(self.directory, self.num_fits)
         else:
             self._script.held[self.directory] = self.num_fits
-        check = _is_held if self._is_held_by_script else self._lock.check
-        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=check)
+        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=self._check)
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
@@ -137,6 +167,8 @@ class Run:
             _log.warning(
                 "Autosaves of this run, which is done, could not be removed from %s: %s", self.directory, error
             )
+        if ended_well:
+            self.history.close()
         self._lock.release()
         if ended_well:
             self._remove_if_empty()

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches
-from lightning_faulttolerant.trainer.position import FINISHED, position_of
+from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.restoring import Restoring
 from lightning_faulttolerant.trainer.resume import Resume
@@ -63,12 +63,19 @@ class Session:
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
         self.autosaver: Autosaver | None = None
+        self.on_saved: list[Callable[[Position, str], None]] = []
+        """Called with the position and the path of each autosave that is written and verified."""
         self._resumed_epoch: ResumedEpoch | None = None
         self._hook_saves: HookSaves | None = None
 
     @property
     def _resume(self) -> Resume | None:
         return self._restoring.resume
+
+    @property
+    def loaders(self) -> Loaders:
+        """The loaders of the fit."""
+        return self._loaders
 
     @property
     def report(self) -> ResumeReport | None:
@@ -95,6 +102,7 @@ class Session:
         connector = compat.checkpoint_connector(trainer)
         wrap(connector, "resume_start", self._restoring.wrap_resume_start)
         wrap(connector, "restore_training_state", self._restoring.wrap_restore_training_state)
+        wrap(connector, "restore_callbacks", self._restoring.wrap_restore_callbacks)
         wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
@@ -116,7 +124,7 @@ class Session:
     def finish(self) -> None:
         """End a fit that came to its end."""
         self._beginning.end_fit()
-        self.close()
+        self._tell_end(None)
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
@@ -131,16 +139,23 @@ class Session:
         finally:
             self._loaders.close_workers()
             compat.forget_unstarted_fetchers(self._trainer)
+            self._tell_end(exception)
+
+    def _tell_end(self, exception: BaseException | None) -> None:
+        """Tell how the fit ended, for which a store may let us wait, and give everything back whatever happens."""
+        try:
+            self._beginning.history.end(exception)
+        finally:
             self.close()
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
+        self._patches.undo()  # the last that was taken first: these lie over those of the stopping
         self._stopping.close()
         if self._resumed_epoch is not None:
             self._resumed_epoch.put_limit_back()
         self._loaders.release_workers()
         self._loaders.put_back()
-        self._patches.undo()
         self._files.put_back()
         if self.autosaver is not None:
             self.autosaver.close()
@@ -192,12 +207,14 @@ class Session:
             self._run_state,
             self._options,
             ranks=self._beginning.ranks,
+            history=self._beginning.history,
             header=lambda: {
                 **header,
                 BUCKETS: buckets.state_dict(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
         )
+        self.autosaver.on_saved = self.on_saved
 
     def _state(self) -> RunState:
         assert self._run_state is not None
@@ -245,7 +262,9 @@ class Session:
         """
         if self._resume is not None and self._resume.is_pending:
             self._resume.restore(self._state())
+            self._beginning.history.start(self._beginning.choice, self.report)
         else:
+            self._beginning.history.start(self._beginning.choice, self.report)
             autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("behind the end of the fit")
 
@@ -303,6 +322,7 @@ class Session:
         assert self.autosaver is not None
         assert self._hook_saves is not None
         if self._boundary is None:
+            self._beginning.history.start(self._beginning.choice, self.report)
             self._boundary = Boundary(
                 self._trainer,
                 loaders=self._loaders,
@@ -312,6 +332,7 @@ class Session:
                 ranks=self._beginning.ranks,
                 overhead_budget=self._options.overhead_budget,
                 hook_saves=self._hook_saves,
+                history=self._beginning.history,
             )
         return self._boundary
 

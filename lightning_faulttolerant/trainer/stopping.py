@@ -167,9 +167,13 @@ class Stopping:
             reason = StopReason(
                 name="the deadline",
                 exit_code=DEADLINE_EXIT_CODE,
-                requeues=slurm.queues_again(self._trainer),
+                requeues=slurm.queues_again(self._trainer) and not self._was_over(),
             )
             self.signals.note(reason, max(deadline.seconds_left(), self.signals.grace_seconds))
+
+    def _was_over(self) -> bool:
+        """Return whether the deadline had passed when the script began: queued again, it would stop at once again."""
+        return self._options.deadline is not None and self._options.deadline <= self._options.made_at
 
     # At the places where a fit can end.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
@@ -28,6 +27,7 @@ from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
 from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.group import Ranks
+from lightning_faulttolerant.trainer.telling import tell
 from lightning_faulttolerant.trainer.worker_init import default_worker_init
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class Loaders:
         self._combined: weakref.WeakSet[Any] = weakref.WeakSet()
         self._states: Mapping[str, Any] = {}
         self._states_of_own: Mapping[str, Any] = {}
-        self._mark: Mark | None = None
+        self.last_mark: Mark | None = None
+        self.mark_before: Mark | None = None
         self._is_marked = False
         self.holds_back = False
         """Whether training iterations that are begun are to be empty: `renew` makes them in the right place."""
@@ -210,7 +211,7 @@ class Loaders:
         reason = why_not_per_sample(loader)
         if reason is None:
             return self._seeds.of(place)
-        rank_zero_info(f"Loader {place} needs the same number of workers at each resume: {reason}.")
+        tell(f"Loader {place} needs the same number of workers at each resume: {reason}.")
         return None
 
     def _leave(self, stage: str, place: str, loader: Any) -> Any:
@@ -262,7 +263,8 @@ class Loaders:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
         training = self._training()
         self._is_marked = True
-        self._mark = Mark(
+        self.mark_before = self.last_mark
+        self.last_mark = Mark(
             iterations={
                 place: (tracker.iteration, tracker.iteration.num_out if tracker.iteration else 0)
                 for place, tracker in training.items()
@@ -291,7 +293,7 @@ class Loaders:
         Args:
             in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin anew.
         """
-        mark = self._mark if in_epoch and compat.fetches_ahead(self._trainer) else None
+        mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
         places = {
             place: tracker.state_dict(None)
             for place, tracker in self.trackers.items()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import all as benchmarks
-from benchmarks import gather, overhead, parts, report, resume, runs, samplers, save
+from benchmarks import gather, ledger, overhead, parts, report, resume, runs, samplers, save
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,15 @@ def test_overhead_of_two_ranks_is_that_of_their_steps_together(tmp_path: Path) -
     [found] = figures["cases"].values()
     assert found["ranks"] == 2
     assert 0 < found["with"]["low"] <= found["with"]["ratio"] <= found["with"]["high"]
+
+
+@pytest.mark.slow
+def test_ledger_gives_a_ratio_within_its_range(tmp_path: Path) -> None:
+    """A case gives a step's time, what a ledger adds to it, and their ratio."""
+    figures = figures_of(ledger.main, ["--case", "BoringModel"], tmp_path)
+    [found] = figures["cases"].values()
+    assert found["step_us"] > 10
+    assert 0 < found["low"] <= found["ratio"] <= found["high"]
 
 
 @pytest.mark.slow

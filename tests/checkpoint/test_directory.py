@@ -358,6 +358,14 @@ def test_output_directory_may_be_a_link(tmp_path):
     assert saver.latest() == directory
 
 
+def test_tilde_in_the_output_directory_is_the_home_directory(tmp_path, monkeypatch):
+    """A checkpoint goes where `FaultTolerance` and Lightning would put it, not to a directory named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert AtomicDirectory("~/out").output_directory == str(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def _begin(path: Path, *, hostname: str, process_id: int, machine: str | None = None) -> Path:
     path.mkdir(parents=True)
     (path / "content.txt").write_text("half")

@@ -70,7 +70,8 @@ def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: in
     raise AssertionError("a save does not end")
 
 
-@pytest.mark.parametrize("fault", [kill_before, kill_after])
+# Before a step the disk is as after the one before it.
+@pytest.mark.parametrize("fault", [pytest.param(kill_before, marks=pytest.mark.slow), kill_after])
 @pytest.mark.parametrize("writer", FILE_WRITERS, ids=lambda writer: writer.name)
 def test_killed_at_each_step_of_a_save(writer, fault, directory):
     """Before and after each step there must be the save before or the one in flight, and a next one must succeed."""

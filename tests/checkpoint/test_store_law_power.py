@@ -36,7 +36,7 @@ def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Ite
     ("writer", "num_before", "keeps"),
     [
         *((writer, num_before, keeps) for writer in FILE_WRITERS for num_before in (0, 1, 3) for keeps in KEEPS),
-        (DIRECTORY, 2, "synced"),
+        pytest.param(DIRECTORY, 2, "synced", marks=pytest.mark.slow),
         (SHARDS, 2, "synced"),
         *(pytest.param(SHARDS, 2, keeps, marks=pytest.mark.slow) for keeps in ("names", "removals")),
         *(pytest.param(DIRECTORY, 2, keeps, marks=pytest.mark.slow) for keeps in ("names", "removals")),

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.cli import listing, main
+from lightning_faulttolerant.records.lines import append_line
 from tests.cli.checkpoints import call, save, save_series
 
 Capture = pytest.CaptureFixture[str]
 
 MODULE = [sys.executable, "-m", "lightning_faulttolerant"]
-COMMANDS = ["list", "inspect", "verify", "prune"]
+COMMANDS = ["list", "inspect", "verify", "prune", "report", "drill"]
 
 
 def test_the_console_script_is_the_command_line() -> None:
@@ -35,14 +36,16 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("command", ["list", "inspect", "verify", "prune"])
+@pytest.mark.parametrize("command", ["list", "inspect", "verify", "prune", "report"])
 def test_neither_lightning_nor_torch_is_loaded(tmp_path: Path, command: str) -> None:
-    """No command on local files loads Lightning, torch or fsspec: they answer at once."""
+    """No command on local files loads Lightning, torch, fsspec or what the drill needs: they answer at once."""
     [path] = save_series(tmp_path, 1)
+    append_line(tmp_path / "history.jsonl", {"event": "begin", "fit": 1, "time": 1.0})
     arguments = {"inspect": [path], "prune": [str(tmp_path), "--keep-last=1"]}.get(command, [str(tmp_path)])
     program = (
         "import sys; from lightning_faulttolerant.cli import main; status = main(sys.argv[1:])\n"
-        "loaded = {'lightning', 'pytorch_lightning', 'torch', 'numpy', 'fsspec'} & set(sys.modules)\n"
+        "heavy = {'lightning', 'pytorch_lightning', 'torch', 'numpy', 'fsspec', 'lightning_faulttolerant.cli.drill'}\n"
+        "loaded = heavy & set(sys.modules)\n"
         "sys.exit(f'loaded: {loaded}' if loaded else status)"
     )
     done = subprocess.run(

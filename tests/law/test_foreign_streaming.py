@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 import warnings
@@ -49,9 +50,10 @@ def mosaic_data() -> Iterator[str]:
                 writer.write({"n": n})
         yield directory
         for file in Path("/dev/shm").glob("*_locals"):
-            if directory.encode() in file.read_bytes():
-                for left in Path("/dev/shm").glob(f"{file.name.removesuffix('locals')}*"):
-                    left.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # of another process, which has just ended
+                if directory.encode() in file.read_bytes():
+                    for left in Path("/dev/shm").glob(f"{file.name.removesuffix('locals')}*"):
+                        left.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ class LooksAtTheData(Callback):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("cut", [3, pytest.param(5, marks=pytest.mark.slow), 11])
+@pytest.mark.parametrize("cut", [3, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (5, 11))])
 def test_callback_that_iterates_over_the_loaders(cut: int, num_workers: int) -> None:
     """Somebody who iterates over the trainer's loaders beside the training does not disturb what is saved of it."""
 

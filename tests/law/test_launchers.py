@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.history import FILE_NAME
+from lightning_faulttolerant.records.lines import read_lines
 from lightning_faulttolerant.testing.processes import run_ranks
 from tests.launched import NUM_RANKS, assert_same, train
 from tests.processes import Ended, run
@@ -62,7 +65,17 @@ def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly" in ended.output, ended.output
     assert_same(whole, directory, fit=1)
-    assert not list((directory / "autosaves").iterdir())
+    assert_only_history_is_left(directory)
+
+
+def assert_only_history_is_left(directory: Path) -> None:
+    """Demand that no autosave is left, and that one process of the script at a time has told its history."""
+    [left] = [path for path in (directory / "autosaves").rglob("*") if path.is_file()]
+    assert left.name == FILE_NAME
+    [chapter] = history_of(read_lines(left)).chapters
+    assert chapter.done is not None
+    assert [process.reason for process in chapter.processes][-1] == "finished"
+    assert all(fit.num_ranks == NUM_RANKS for fit in chapter.fits)
 
 
 def command(directory: Path, *, launcher: Sequence[str] = (), **arguments: Any) -> tuple[int, str]:
@@ -108,7 +121,7 @@ def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -
     assert exit_code == 0, output
     assert "Resumed exactly" in output
     assert_same(whole, directory)
-    assert not list((directory / "autosaves").iterdir())
+    assert_only_history_is_left(directory)
 
 
 @pytest.mark.slow
@@ -123,4 +136,4 @@ def test_torchrun_starts_again(directory: Path, tmp_path: Path) -> None:
     assert "Resumed exactly" in output
     assert (directory / "killed").exists()
     assert_same(whole, directory)
-    assert not list((directory / "autosaves").iterdir())
+    assert_only_history_is_left(directory)

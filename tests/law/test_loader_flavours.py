@@ -113,7 +113,7 @@ def test_loaders_asked_for_anew(kill: int, batch: int, every: int, num_workers: 
     hold(lambda: Counts(num_workers), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kept_loader_asked_for_anew(every: int) -> None:
     """A loader that is given again goes on with the workers that it has."""
     cut = Cut(kill=20, every=1, goes_on_at=(2, 4))

@@ -155,6 +155,7 @@ def test_persistent_workers(cut: Cut, is_shuffled: bool) -> None:
     assert_goes_on(cut, train=lambda: loader(32), validation=lambda: loader(12), max_epochs=3)
 
 
+@pytest.mark.slow
 def test_persistent_workers_interrupted_twice() -> None:
     """Workers that live on do so across two interruptions: in one epoch, and one epoch apart."""
 

@@ -181,7 +181,7 @@ def fit_every_metric(callbacks: list[Callback], directory: Path, **arguments: An
     )
 
 
-@pytest.mark.parametrize("kill", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("kill", [*(pytest.param(kill, marks=pytest.mark.slow) for kill in (2, 4)), 8])
 def test_every_metric(kill: int) -> None:
     """Every kind of metric, logged in every way, is what it would have been, step by step and at the end."""
     [cost] = assert_resumes_exactly(fit_every_metric, [KillAt(kill)], options=EVERY_STEP)
@@ -200,7 +200,7 @@ def test_every_metric_at_every_batch(kill: int, hook: str) -> None:
 
 @pytest.mark.parametrize(
     ("kill", "signum"),
-    [(2, signal.SIGKILL), pytest.param(5, signal.SIGTERM, marks=pytest.mark.slow), (8, signal.SIGTERM)],
+    [(2, signal.SIGKILL), *(pytest.param(kill, signal.SIGTERM, marks=pytest.mark.slow) for kill in (5, 8))],
 )
 def test_every_metric_cut_between_validation_batches(signum: int, kill: int) -> None:
     """Killed or stopped inside the first or the second validation run of an epoch, it is run whole."""
@@ -218,6 +218,7 @@ class SecondValidationBatch(KillAt):
             super().on_validation_batch_start(trainer)
 
 
+@pytest.mark.slow
 def test_logging_under_accumulation() -> None:
     """With accumulated gradients, values are given to loggers at the steps at which they would have been."""
 
@@ -228,7 +229,9 @@ def test_logging_under_accumulation() -> None:
     assert (cost.epoch, cost.batch) == divmod(9, NUM_BATCHES)
 
 
-@pytest.mark.parametrize(("hook", "at"), [("on_validation_end", 2), ("on_train_epoch_end", 0)])
+@pytest.mark.parametrize(
+    ("hook", "at"), [("on_validation_end", 2), pytest.param("on_train_epoch_end", 0, marks=pytest.mark.slow)]
+)
 def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
     """A checkpoint that somebody saves in a hook holds them too."""
     assert_goes_on_from(
@@ -241,7 +244,7 @@ def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
     )
 
 
-@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_start"])
+@pytest.mark.parametrize("hook", ["on_validation_end", pytest.param("on_train_epoch_start", marks=pytest.mark.slow)])
 def test_metrics_behind_an_exception(hook: str) -> None:
     """A capture that is saved behind an exception has the metrics and the logged values of its moment."""
 

@@ -108,6 +108,7 @@ def test_stop_at_the_end_of_an_epoch() -> None:
     assert (cost.exit_code, cost.epoch, cost.num_batches_twice) == (143, 1, 0)
 
 
+@pytest.mark.slow
 def test_saves_by_time_are_at_one_boundary() -> None:
     """Where time says when to save, rank 0 asks, and all ranks save at the boundary that is appointed."""
     options = {"train_time_interval": timedelta(seconds=0.05)}

@@ -17,7 +17,7 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan, Rows, consumed
 from tests.rank_runs import for_ranks
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, NoisyDataset, assert_exact, assert_goes_on, each_cut, fit_net
 
 pytestmark = for_ranks
 
@@ -140,3 +140,9 @@ def test_a_resumable_loader_is_followed_as_any_other() -> None:
         train=lambda: ResumableDataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=2),
         validation=lambda: ResumableDataLoader(NoisyDataset(8), batch_size=4),
     )
+
+
+def test_a_run_killed_at_the_start_of_an_epoch_and_again_in_it_goes_on_exactly() -> None:
+    """An order that no batch was drawn of yet goes on, and what it was drawn from is known to the next process too."""
+    costs = assert_exact(list, KillAt(8), KillAt(5), KillAt(2))
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 5), (1, 7)]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
@@ -78,6 +79,7 @@ def period_of(saves: list[tuple[float, float]]) -> float:
     return saves[-1][0] - saves[0][0]
 
 
+@pytest.mark.slow
 def test_share_of_the_time_that_goes_into_saving(tmp_path: Path) -> None:
     """The share is kept and made use of; only what training waits for counts: saves behind it come more often."""
     at_once, behind = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.adapters.compat import WEIGHT_AVERAGING
-from lightning_faulttolerant.trainer.recorder import digest
+from lightning_faulttolerant.trainer.ledger.digests import digest
 from tests.processes import run
 from tests.runs import Net, RaiseAt, assert_exact, fit_net
 

@@ -97,16 +97,16 @@ def test_loader_without_a_length(name: str, num_workers: int, cut: Cut) -> None:
     assert_goes_on(cut, train=lambda: UNSIZED[name](num_workers))
 
 
+@pytest.mark.parametrize(("kill", "batch"), [(11, 2), (12, 3), (13, 4)])
 @each_num_workers
-def test_loader_without_a_length_beside_a_cycled_one(num_workers: int) -> None:
+def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int, batch: int) -> None:
     """The batch that is fetched ahead may have begun the short loader's next cycle already."""
 
     def loaders() -> dict[str, Any]:
         return {**pair(num_workers), "long": Unsized(HoldingDataset(), batch_size=4, num_workers=num_workers)}
 
-    for kill, batch in ((11, 2), (12, 3), (13, 4)):
-        cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, batch))
-        assert_goes_on(cut, train=loaders, module=TwoLoaders)
+    cut = Cut(kill=kill, every=kill - 1, goes_on_at=(1, batch))
+    assert_goes_on(cut, train=loaders, module=TwoLoaders)
 
 
 @each_cut

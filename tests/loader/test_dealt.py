@@ -268,3 +268,9 @@ def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -
     """A loader that only one rank's state can place is not for another number of ranks."""
     with pytest.raises(NotExactError, match=reason):
         state_for_others([state, state], num_left=None)
+
+
+def test_a_seed_and_an_epoch_may_be_more_than_torch_takes() -> None:
+    """They go on from 0, as in the sampler whose order it is."""
+    beyond = GlobalOrder(length=9, shuffles=True, seed=2**64 + 3)
+    assert beyond.indices().tolist() == GlobalOrder(length=9, shuffles=True, seed=3).indices().tolist()

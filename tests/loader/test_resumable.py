@@ -338,13 +338,40 @@ def test_what_cant_be_exact_is_refused() -> None:
         (lambda: ResumableDataLoader(Drawing(6), batch_size=1, shuffle=True), "number of samples 5 then, 6 now"),
         (lambda: ResumableDataLoader(Drawing(5), batch_size=2, shuffle=True), "batch size 1 then, 2 now"),
         (lambda: small(drop_last=True), "drop_last False then, True now"),
+        (
+            lambda: ResumableDataLoader(Drawing(5), batch_size=1),
+            "sampler '.* over RandomSampler' then, '.* over SequentialSampler' now",
+        ),
         (lambda: small(worker_rng="per_sample"), "worker_rng 'capture' then, 'per_sample' now"),
     ],
 )
 def test_the_state_of_another_loader_is_refused(other: Make, message: str) -> None:
-    """Another length, batch size, `drop_last`, number of workers or mode is named, with both values."""
-    with pytest.raises(FingerprintMismatchError, match=message):
-        other().load_state_dict(small().state_dict())
+    """Another length, batch size, `drop_last`, sampler, number of workers or mode is named, with both values."""
+    loader = small()
+    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+    for state in (*states[:2], loader.state_dict()):  # before, in and behind the epoch
+        with pytest.raises(FingerprintMismatchError, match=message):
+            other().load_state_dict(state)
+
+
+def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
+    """States from before it was compared go on."""
+    seed(1)
+    loader = small()
+    next(batches := iter(loader))
+    state = loader.state_dict()
+    rest = [listed(batch) for batch in batches]
+    del state["fingerprint"]["sampler"]
+    assert [listed(batch) for batch in small(state=state)] == rest
+
+
+@pytest.mark.parametrize(
+    ("state", "message"), [({}, r"it has \[\]"), ({"dataloader": 1}, r"it has \['dataloader'\]"), (None, "it is None")]
+)
+def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
+    """An empty state, one of something else and none at all are called so."""
+    with pytest.raises(ValueError, match=f"This is no state of a ResumableDataLoader: {message}"):
+        small().load_state_dict(state)
 
 
 def test_a_copy_has_the_state_that_was_loaded() -> None:

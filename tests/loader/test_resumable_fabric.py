@@ -95,6 +95,11 @@ def on_two_ranks(directory: Path, rank: int) -> None:
             early = make(**arguments)
             early.load_state_dict(state)
             assert epochs(fabric.setup_dataloaders(early), num_epochs=3, first=epoch) == reference[done:], number
+    # A sampler that Fabric does not put in after all is told when the iteration begins.
+    early = make(**arguments)
+    early.load_state_dict(state)
+    with pytest.raises(FingerprintMismatchError, match=r"over DistributedSampler' then, '.* over RandomSampler' now"):
+        iter(early)
     states = [None, None]
     torch.distributed.all_gather_object(states, saved[1][1])
     with pytest.raises(FingerprintMismatchError, match=rf"rank {1 - rank} then, {rank} now"):

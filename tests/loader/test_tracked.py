@@ -49,7 +49,9 @@ WORKERS = {
 }
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "workers", [pytest.param(name, marks=[pytest.mark.slow] if name[0] == "3" else []) for name in WORKERS]
+)
 def test_every_cut_resumes_exactly(workers: str) -> None:
     """Before each batch of two epochs, and at their ends: resumed there, the rest is that of the uninterrupted run.
 

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_faulttolerant
 from lightning_faulttolerant import (
     HasNotResetProgressError,
+    InterruptibleDistributedGroupedBatchSampler,
     InterruptibleDistributedSampler,
     InterruptibleSampler,
 )
@@ -300,6 +302,39 @@ def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any]) -> None:
         InterruptibleDistributedSampler(range(10), **arguments)
 
 
+def make_grouped(**arguments: Any) -> Any:
+    """Return a batch sampler of two groups."""
+    return InterruptibleDistributedGroupedBatchSampler(10, [0, 1] * 5, 2, 1, 0, **arguments)
+
+
+@pytest.mark.parametrize("make", [sampler_of, lambda **arguments: InterruptibleSampler(10, **arguments), make_grouped])
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 1.5, None])
+def test_a_seed_that_torch_does_not_take_is_refused_at_once(make: Any, seed: Any) -> None:
+    """It would fail while iterating; the computed order takes any whole number."""
+    with pytest.raises(
+        ValueError, match=f"seed={seed}: .*{'whole number' if seed in (None, 1.5) else '2[*][*]64 - 1'}"
+    ):
+        make(seed=seed)
+    if isinstance(seed, int):
+        assert len(list(make(seed=seed, order="feistel")))
+
+
+@pytest.mark.parametrize("make", [sampler_of, lambda **arguments: InterruptibleSampler(10, **arguments), make_grouped])
+def test_a_seed_at_the_limit_gives_every_epoch(make: Any) -> None:
+    """Seed and epoch together may be more than torch takes: they go on from 0, as torch counts negative seeds."""
+    for seed, same in ((2**64 - 1, -1), (-(2**63), 2**63)):
+        ours, other = make(seed=seed), make(seed=same)
+        for epoch in range(3):
+            ours.set_epoch(epoch)
+            other.set_epoch(epoch)
+            assert list(ours) == list(other)
+
+
+def test_a_seed_of_numpys_becomes_pythons() -> None:
+    """A state holds plain values, which load with weights_only=True."""
+    assert type(sampler_of(seed=np.int64(3)).state_dict()["seed"]) is int
+
+
 # States of the original
 
 
@@ -349,3 +384,10 @@ def test_a_deal_is_padded_from_the_beginning_of_the_order() -> None:
     order = SequentialOrder(3)
     deals = [Deal(length=3, rank=rank, num_replicas=8, drop_last=False) for rank in range(8)]
     assert [order.at(deal.positions(0, deal.num_own)).tolist() for deal in deals] == [[i % 3] for i in range(8)]
+
+
+@pytest.mark.parametrize("make", [sampler_of, make_grouped])
+def test_nothing_is_no_state(make: Any) -> None:
+    """It is called so, by name."""
+    with pytest.raises(ValueError, match="This is no state of a sampler: it is None"):
+        make().load_state_dict(None)

@@ -22,12 +22,24 @@ def test_kinds_of_deadlines() -> None:
     assert checked_deadline(None) is None
 
 
+def test_deadlines_as_text() -> None:
+    """What a configuration file can hold means what Python's own types, printed like that, mean."""
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
+    for text in ("2040-01-02 03:04:05+00:00", "2040-01-02T03:04:05Z", moment.isoformat()):
+        assert checked_deadline(text) == moment.timestamp()
+    assert checked_deadline("2040-01-02 03:04") == datetime(2040, 1, 2, 3, 4).timestamp()
+    for duration in (timedelta(hours=4), timedelta(days=1, minutes=5), timedelta(days=20, seconds=1.5)):
+        assert checked_deadline(str(duration)) == pytest.approx(time.time() + duration.total_seconds(), abs=5)
+
+
 @pytest.mark.parametrize(
     ("deadline", "error", "message"),
     [
         (timedelta(0), ValueError, "deadline must be positive if it is a timedelta"),
         (3600, TypeError, "deadline must be a datetime or a timedelta, got 3600"),
-        ("12:00", TypeError, "deadline must be a datetime or a timedelta, got '12:00'"),
+        ("12:00", ValueError, "deadline is '12:00', which is neither a time such as"),
+        ("tomorrow", ValueError, "deadline is 'tomorrow', which is neither a time such as"),
+        ("0:00:00", ValueError, "deadline must be positive if it is a timedelta"),
     ],
 )
 def test_what_is_no_deadline(deadline: Any, error: type[Exception], message: str) -> None:

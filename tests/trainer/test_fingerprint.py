@@ -158,6 +158,24 @@ def test_arrays_of_every_kind_pass(kind: str) -> None:
     assert list(differences(loader_fingerprint(loader(data)), loader_fingerprint(loader(data)))) == []
 
 
+def files_of(names: list[str], directory: str, kind: str) -> list[Any]:
+    """Return a list of files as data sets keep them."""
+    paths = [f"{directory}/{name}" for name in names]
+    return [{"text": path, "path": Path(path), "labelled": (path, 1)}[kind] for path in paths]
+
+
+@pytest.mark.parametrize("kind", ["text", "path", "labelled"])
+def test_list_of_files_is_compared_without_directories(kind: str) -> None:
+    """Another order gives a line, as of a directory that is listed unsorted; another place of the data none."""
+    one = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/data", kind))))
+    moved = loader_fingerprint(loader(Rows(ones(8), more=files_of(["a", "b", "c"], "/scratch/12", kind))))
+    other = loader_fingerprint(loader(Rows(ones(8), more=files_of(["b", "a", "c"], "/data", kind))))
+    assert list(differences(one, moved)) == []
+    [line] = differences(one, other)
+    assert line.startswith("dataset.more: '[3] crc ")
+    assert "more" not in loader_fingerprint(loader(Rows(ones(8), more=["a", 1])))["dataset"]
+
+
 def test_subset_by_names_passes() -> None:
     """The indices of a split may be strings."""
     one, other = (loader(Subset(BASE, names)) for names in (["a", "b"], ["a", "c"]))

@@ -7,10 +7,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_faulttolerant import FaultTolerance
-from lightning_faulttolerant.trainer.options import Options, checked_dirpath
+from lightning_faulttolerant.trainer.ledger.opened import path_of
+from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
 
 DEFAULTS: dict[str, Any] = {
     "dirpath": None,
@@ -44,6 +46,26 @@ BAD = [
     ({"stop_signals": ("SIGNONE",)}, "'SIGNONE', which is no signal here"),
     ({"stop_signals": ("SIG_IGN",)}, "'SIG_IGN', which is no signal here"),
     ({"stop_signals": "SIGTERM"}, "no signal here"),
+    ({"ledger": ""}, "ledger must name a file, got ''"),
+]
+
+OF_ANOTHER_TYPE = [
+    ({"dirpath": 5}, "dirpath must be a path, got 5"),
+    ({"ledger": 5}, "ledger must be a path, got 5"),
+    ({"run_id": 5}, "run_id must be a string, got 5"),
+    ({"keep_last": 1.5}, "keep_last must be a whole number, got 1.5"),
+    ({"keep_last": True}, "keep_last must be a whole number, got True"),
+    ({"keep_last": None}, "keep_last must be a whole number, got None"),
+    ({"every_n_train_steps": 1.5}, "every_n_train_steps must be a whole number, got 1.5"),
+    ({"every_n_train_steps": True}, "every_n_train_steps must be a whole number, got True"),
+    ({"train_time_interval": 5}, "train_time_interval must be a timedelta, .* got 5"),
+    ({"overhead_budget": "1%"}, "overhead_budget must be a number, got '1%'"),
+    ({"grace_seconds": True}, "grace_seconds must be a number, got True"),
+    ({"save_on_exception": 1}, "save_on_exception must be True or False, got 1"),
+    ({"auto_resume": None}, "auto_resume must be True or False, got None"),
+    ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
+    ({"elastic": "x"}, "elastic must be True or False, got 'x'"),
+    ({"async_save": 0}, "async_save must be True or False, got 0"),
 ]
 
 
@@ -52,6 +74,20 @@ def test_bad_argument_is_refused_at_construction(arguments: dict[str, Any], mess
     """A value that means nothing raises at once, from the callback too, and the message shows it."""
     with pytest.raises(ValueError, match=message):
         FaultTolerance(**arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), OF_ANOTHER_TYPE)
+def test_argument_of_another_type_is_refused_at_construction(arguments: dict[str, Any], message: str) -> None:
+    """It raises at once, by its name and with its value, and not in the middle of a fit."""
+    with pytest.raises(TypeError, match=message):
+        FaultTolerance(**arguments)
+
+
+@pytest.mark.parametrize("name", ["keep_last", "every_n_train_steps"])
+def test_whole_number_of_numpys_becomes_pythons(name: str) -> None:
+    """What a sweep has drawn as a NumPy integer counts."""
+    value = getattr(Options(**{**DEFAULTS, name: np.int64(3)}), name)
+    assert (value, type(value)) == (3, int)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +133,17 @@ def test_directory_may_be_a_url() -> None:
     assert checked_dirpath("s3://bucket/runs") == "s3://bucket/runs"
     with pytest.raises(ValueError, match="Pass the URL as a string"):
         checked_dirpath(Path("s3://bucket/runs"))
+
+
+@pytest.mark.parametrize("path", ["~/ft", Path("~/ft"), "file://~/ft"])
+def test_tilde_is_the_home_directory(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere in Lightning, `~` is no directory of that name: not for autosaves, nor for a ledger."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert checked_dirpath(path) == checked_ledger(path) == str(tmp_path / "ft")
+    monkeypatch.setenv("PL_FAULT_TOLERANT_LEDGER", str(path))
+    assert path_of(Options(**DEFAULTS)) == str(tmp_path / "ft")
+
+
+def test_tilde_in_a_url_stays() -> None:
+    """The names in an object store are its own."""
+    assert checked_dirpath("s3://~/runs") == "s3://~/runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -150,23 +151,29 @@ def test_unfinished_uploads_of_the_run_are_dropped_at_its_start(s3: str, s3_endp
 
 @pytest.mark.parametrize("option", ["dirpath", "default_root_dir"])
 def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None:
-    """Any URL of fsspec's will do, as dirpath and as default_root_dir."""
+    """Any URL of fsspec's will do, as dirpath and as default_root_dir; only the history is left."""
     url = f"memory://{uuid.uuid4().hex}"
+    below = url if option == "dirpath" else f"{url}/fault_tolerance"
+
+    def look(word: str) -> None:
+        [name] = open_store(below).names()
+        print(word, open_store(f"{below}/{name}").names())
 
     class Looks(Callback):
         def on_train_end(self, *_: Any) -> None:
-            below = url if option == "dirpath" else f"{url}/fault_tolerance"
-            [name] = open_store(below).names()
-            print("found", open_store(f"{below}/{name}").names())
+            look("found")
 
     def main() -> None:
+        atexit.register(look, "left")
         if option == "dirpath":
             fit_net([FaultTolerance(url), Looks()], tmp_path)
         else:
             fit_net([FaultTolerance(), Looks()], url)  # type: ignore[arg-type]
 
     ended = run(main)
-    assert (ended.exit_code, "found ['fit-1', 'run.lock']" in ended.output) == (0, True), ended.output
+    assert ended.exit_code == 0, ended.output
+    assert "found ['fit-1', 'history.jsonl', 'run.lock']" in ended.output
+    assert "left ['history.jsonl']" in ended.output
 
 
 class SavesForSlurm(Callback):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.checkpoint.stores.local import LocalStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.trainer import run as run_module
-from lightning_faulttolerant.trainer.run import check_run_id, default_run_id, open_run
+from lightning_faulttolerant.trainer.run import check_run_id, default_run_id, open_run, run_id_of
 
 ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
 
@@ -64,6 +64,20 @@ def test_variable_names_the_run() -> None:
     assert empty == default_run_id(["train.py"], {})
     with pytest.raises(ValueError, match=r"got '\.\./mine'"):
         default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [(None, "drill-1-interrupted"), ("mine", "drill-1-interrupted-mine"), ("a" * 128, None)]
+)
+def test_a_drill_has_runs_of_its_own(own: str | None, expected: str | None) -> None:
+    """Also where the script names its run: two names give two runs, and neither is one that was there."""
+    variables = {"PL_FAULT_TOLERANT_RUN_ID": "drill-1-interrupted"}
+    assert run_id_of(own, ["train.py"], variables) == (own or "drill-1-interrupted")
+    drilled = run_id_of(own, ["train.py"], {**variables, "PL_FAULT_TOLERANT_DRILL": "drill-1-interrupted-0"})
+    assert check_run_id(drilled).startswith("drill-1-interrupted")
+    assert drilled != own
+    assert expected in (None, drilled)
+    assert drilled != run_id_of("a" * 127 + "b", ["train.py"], {**variables, "PL_FAULT_TOLERANT_DRILL": "x"})
 
 
 def test_interactive_session_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,13 +220,13 @@ def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
 
 def test_watcher_steps_in_when_the_grace_period_ends() -> None:
     """A batch that takes longer than the grace period is broken off in time for a save, with the right code."""
-    with watched(0.5):
+    with watched(2.0):
         send(signal.SIGINT)
         began = time.monotonic()
         with pytest.raises(TrainingStopped, match="within its grace period") as error:
             wait_for_signal()
         assert error.value.code == 130
-        assert 0.3 < time.monotonic() - began < 0.5
+        assert 1.2 < time.monotonic() - began < 2.0
 
 
 def test_long_save_is_left_more_time() -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
-from fsspec.config import conf
 from fsspec.spec import AbstractFileSystem
 
+from lightning_faulttolerant.clients import (
+    S3_PROTOCOLS,
+    client_options,
+    let_retries_draw_elsewhere,
+    missing_package,
+)
 from lightning_faulttolerant.errors import CheckpointError, FaultToleranceError
 
-_S3_PROTOCOLS = ("s3", "s3a")
 _GCS_PROTOCOLS = ("gs", "gcs")
-# Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
-_DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
 # Not EIO: a disk that says EIO has lost the data, a network has only not brought it.
 _REMOTE_ERRNO: int = getattr(errno, "EREMOTEIO", errno.ECONNABORTED)
 _ERRNOS = {
@@ -44,24 +44,24 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     protocol = url.partition("://")[0]
     try:
-        fs, path = fsspec.url_to_fs(url, **_options(protocol))
+        fs, path = fsspec.url_to_fs(url, **client_options(protocol))
     except ImportError as error:
         raise CheckpointError(
             f"{url} can't be opened: {error}. Without its package no checkpoint can be written there or read from "
-            f"there. Install it: pip install {_package(error)}"
+            f"there. Install it: pip install {missing_package(error)}"
         ) from error
     except ValueError as error:
         raise CheckpointError(
             f"{url} can't be opened: {error}. Nothing could be written there or read from there. Give a directory, or "
             "a URL that fsspec knows, such as s3://bucket/folder."
         ) from error
-    _let_retries_draw_elsewhere()
+    let_retries_draw_elsewhere()
     return fs, path
 
 
 def is_s3(fs: Any) -> bool:
     """Tell whether a file system is s3fs's."""
-    return _protocols(fs) == set(_S3_PROTOCOLS)
+    return _protocols(fs) == set(S3_PROTOCOLS)
 
 
 def is_gcs(fs: Any) -> bool:
@@ -121,24 +121,3 @@ def _as_os_error(error: Exception, url: str) -> OSError:
 
 def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-
-
-def _options(protocol: str) -> dict[str, Any]:
-    if protocol not in _S3_PROTOCOLS:
-        return {}
-    given = {**conf.get("s3a", {}), **conf.get("s3", {})}.get("config_kwargs", {})
-    # The mode "standard" takes its random numbers in a way that can't be led elsewhere, and is the default for some.
-    return {"config_kwargs": {"retries": {"mode": "legacy"}, **given}}
-
-
-def _package(error: ImportError) -> str:
-    # fsspec raises an ImportError with advice of its own from the one that names the module.
-    missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-    return (missing.name or "the package that it needs").partition(".")[0]
-
-
-def _let_retries_draw_elsewhere() -> None:
-    for name in _DRAWING_MODULES:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, "random", None) is random:
-            module.random = random.Random()  # type: ignore[attr-defined]

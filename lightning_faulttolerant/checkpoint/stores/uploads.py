@@ -64,6 +64,7 @@ class Sender(io.RawIOBase):
     def __init__(self, upload: Upload, url: str) -> None:
         self._upload = upload
         self._url = url
+        self._num_bytes = 0
 
     def writable(self) -> bool:
         """Tell that it can be written."""
@@ -79,7 +80,12 @@ class Sender(io.RawIOBase):
         for begin in range(0, len(view), _PIECE_BYTES):
             with remote_errors(self._url):
                 self._upload.write(view[begin : begin + _PIECE_BYTES])
+        self._num_bytes += len(view)
         return len(view)
+
+    def tell(self) -> int:
+        """Return how many bytes were sent."""
+        return self._num_bytes
 
 
 class _Parts:

@@ -6,9 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import random
 import re
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, final
@@ -19,16 +17,14 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
+from lightning_faulttolerant.clients import client_options, let_retries_draw_elsewhere, missing_package
 from lightning_faulttolerant.streaming.cache.patience import result_in_time
 
 Result = TypeVar("Result")
 
 # What stands between // and @, and behind a question mark.
 _SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
-_S3_PROTOCOLS = ("s3", "s3a")
 _WEB_PROTOCOLS = ("http", "https")
-# Their retries wait a random time, drawn from the global generator of `random`: in fsspec's thread, at any moment.
-_DRAWING_MODULES = ("botocore.retryhandler", "aiohttp.connector", "gcsfs.retry")
 
 
 @final
@@ -81,7 +77,7 @@ class Remote:
             Exception: What the client raises.
         """
         fs, path = self.file_system(), _join(self._root, basename)
-        _let_retries_draw_elsewhere()
+        let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             result_in_time(_in_loop(fs, fs._get_file(path, target)), timeout_seconds)
         else:
@@ -97,7 +93,7 @@ class Remote:
     def read(self, basename: str, *, timeout_seconds: float) -> bytes:
         """Return the content of a file, as ``download`` does."""
         fs, path = self.file_system(), _join(self._root, basename)
-        _let_retries_draw_elsewhere()
+        let_retries_draw_elsewhere()
         if isinstance(fs, AsyncFileSystem):
             content = result_in_time(_in_loop(fs, fs._cat_file(path)), timeout_seconds)
         else:  # asked for in the thread that uses it: fsspec keeps one for each thread
@@ -113,7 +109,7 @@ class Remote:
         except ImportError as error:
             raise ImportError(
                 f"{self.address('')} can't be opened: {error}. Without its package nothing can be read from there. "
-                f"Install it: pip install {_package(error)}"
+                f"Install it: pip install {missing_package(error)}"
             ) from error
         except ValueError as error:
             raise ValueError(
@@ -197,26 +193,10 @@ def is_final(error: BaseException) -> bool:
 
 def _options(url: str) -> dict[str, Any]:
     scheme = urlsplit(url).scheme
-    if scheme in _S3_PROTOCOLS:
-        # The mode "standard" takes its random numbers in a way that can't be led elsewhere; it is the default for some.
-        return {"config_kwargs": {"retries": {"mode": "legacy"}}}
     if scheme in _WEB_PROTOCOLS:
         with contextlib.suppress(ImportError):
             from fsspec.implementations import http
 
             # Ours counts, not the five minutes that it has for each request.
             return {"client_kwargs": {"timeout": http.aiohttp.ClientTimeout(total=None)}}
-    return {}
-
-
-def _package(error: ImportError) -> str:
-    # fsspec raises an ImportError with advice of its own from the one that names the module.
-    missing = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-    return (missing.name or "the package that it needs").partition(".")[0]
-
-
-def _let_retries_draw_elsewhere() -> None:
-    for name in _DRAWING_MODULES:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, "random", None) is random:
-            module.random = random.Random()  # type: ignore[attr-defined]
+    return client_options(scheme)

@@ -10,6 +10,8 @@ import socket
 import time
 from collections.abc import Iterator
 
+from lightning_faulttolerant.processes import is_alive
+
 SUFFIX = ".tmp"
 
 _NAME = re.compile(r".+\.(?P<hostname>[^/]+)\.(?P<process_id>\d+)\.(?P<token>[0-9a-f]{16})\.tmp")
@@ -61,7 +63,7 @@ def _is_left_over(entry: os.DirEntry[str]) -> bool:
     if match["hostname"] != socket.gethostname().replace(".", "-"):
         return _is_silent(entry)
     process_id = int(match["process_id"])
-    return process_id == os.getpid() or not _is_alive(process_id) or _is_silent(entry)
+    return process_id == os.getpid() or not is_alive(process_id) or _is_silent(entry)
 
 
 def _is_silent(entry: os.DirEntry[str]) -> bool:
@@ -69,15 +71,3 @@ def _is_silent(entry: os.DirEntry[str]) -> bool:
         return time.time() - entry.stat().st_mtime > _SILENT_SECONDS
     except OSError:
         return False
-
-
-def _is_alive(process_id: int) -> bool:
-    if os.name == "nt":  # os.kill(pid, 0) is not a question on Windows, it is a Ctrl-C.
-        return True
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -115,21 +115,18 @@ def _brotli_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
 
 def _snappy_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
     data = file.read()
-    size = _first_varint(data)
-    if size != num_bytes:
-        raise ValueError(f"it holds {size} bytes by what it says itself, the index says {num_bytes}")
-    yield _whole("snappy", data, "UncompressError")
+    yield _whole("snappy", data, _first_varint(data), num_bytes, "UncompressError")
 
 
 def _zstd_parts(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
     data = file.read()
-    size = content_bytes(data)
+    yield _whole("zstd", data, content_bytes(data), num_bytes, "Error")
+
+
+def _whole(package: str, data: bytes, size: int, num_bytes: int, error_name: str) -> bytes:
+    """Return what is in `data`, taken apart in one piece: so the size that it states itself is looked at before."""
     if size != num_bytes:
         raise ValueError(f"it holds {size} bytes by what it says itself, the index says {num_bytes}")
-    yield _whole("zstd", data, "Error")
-
-
-def _whole(package: str, data: bytes, error_name: str) -> bytes:
     module: Any = extra(package, purpose=f"for the compression {package}")
     try:
         return bytes(module.decompress(data))

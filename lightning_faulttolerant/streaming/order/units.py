@@ -6,7 +6,7 @@ when they are asked for, and only the latest of them are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,12 +57,6 @@ class Units:
         drawn = permutation(key, int(self.shard_size[unit]))[: int(self.size[unit])]
         drawn.sort()
         return drawn
-
-
-def whole_shards(sizes: Sequence[int] | Ints) -> Units:
-    """Return the units of an epoch that reads each shard once."""
-    shard_size = np.asarray(sizes, np.int64)
-    return units_of(shard_size, shard_size)
 
 
 def units_of(shard_size: Ints, chosen: Ints, *, draw: tuple[int, ...] = ()) -> Units:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, Timer
 from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 
@@ -28,6 +29,14 @@ SEAMS = {
     "ModelPruning._make_pruning_permanent": "the refusal to train a pruned run further",
     "Timer._start_time": "max_time: the time that a resume takes would count",
     "Timer._end_time": "Timer.time_elapsed of a validation run, behind a resume",
+    "ThroughputMonitor._throughputs": "the windows over which its rates are taken",
+    "ThroughputMonitor._t0s": "the time that it logs",
+    "ThroughputMonitor._lengths": "the lengths that it has counted",
+    "Throughput._time": "the windows over which its rates are taken",
+    "Throughput._batches": "the windows over which its rates are taken",
+    "Throughput._samples": "the windows over which its rates are taken",
+    "Throughput._lengths": "the windows over which its rates are taken",
+    "Throughput._flops": "the windows over which its rates are taken",
     "trainer.fit_loop._skip_backward": "the epoch that updates batch norm, which trains nothing",
 }
 
@@ -103,3 +112,56 @@ def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
         else:
             timer._start_time[stage] = now - elapsed
             timer._end_time[stage] = now if name in state["ended"] else None
+
+
+def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
+    """Return what a ThroughputMonitor has counted in each stage of a fit that has begun, and the time that it took.
+
+    The last value of each window is what is counted so far.
+    """
+    now = time.perf_counter()
+    return {
+        stage.value: {
+            "elapsed": now - monitor._t0s[stage],
+            "windows": {name: _as_plain(window) for name, window in _windows(monitor._throughputs[stage]).items()},
+        }
+        for stage in (RunningStage.TRAINING, RunningStage.VALIDATING)
+        if stage in monitor._t0s and stage in monitor._throughputs
+    }
+
+
+def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
+    """Let it count on from what `throughput_state` gave; return the stages that it does not watch.
+
+    Its windows refuse a time or a count that is not above the one before, so these and the counters go on together.
+    """
+    now = time.perf_counter()
+    # Lightning 2.5 has lengths alone, and takes the other two from the loops.
+    counters = {"lengths": monitor._lengths}
+    counters |= {"batches": monitor._batches, "samples": monitor._samples} if hasattr(monitor, "_batches") else {}
+    watched = [name for name in state if RunningStage(name) in monitor._throughputs]
+    for name in watched:
+        stage, saved = RunningStage(name), state[name]["windows"]
+        monitor._t0s[stage] = now - state[name]["elapsed"]
+        for kind, counts in counters.items():
+            counts[stage] = saved[kind][-1] if saved[kind] else 0
+        for kind, window in _windows(monitor._throughputs[stage]).items():
+            window.clear()
+            for value in saved[kind]:  # one by one: a window that is shorter now keeps the last
+                window.append(value)
+    return sorted(state.keys() - set(watched))
+
+
+def _windows(throughput: Throughput) -> dict[str, Any]:
+    return {
+        "time": throughput._time,
+        "batches": throughput._batches,
+        "samples": throughput._samples,
+        "lengths": throughput._lengths,
+        "flops": throughput._flops,
+    }
+
+
+def _as_plain(window: Iterable[Any]) -> list[Any]:
+    # A number of NumPy's or torch's becomes Python's: a checkpoint is to load with weights_only=True.
+    return [value.item() if hasattr(value, "item") else value for value in window]

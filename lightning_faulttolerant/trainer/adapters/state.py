@@ -8,7 +8,13 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelPruning, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
+    ModelPruning,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    Timer,
+)
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
@@ -21,9 +27,11 @@ from lightning_faulttolerant.trainer.adapters.compat import (
     averaged_models,
     averaging_state,
     load_averaging,
+    load_throughput,
     load_timer,
     removes_masks,
     swap_scheduler_again,
+    throughput_state,
     timer_state,
 )
 from lightning_faulttolerant.trainer.adapters.pruning import Pruning
@@ -66,6 +74,22 @@ class _Times:
 
     def load_state_dict(self, trainer: Trainer, callback: Timer, state: Mapping[str, Any]) -> None:
         load_timer(callback, state)
+
+
+class _Throughputs:
+    """ThroughputMonitor: its counters, time and windows are made anew at each start.
+
+    They go on together, without the time between two processes, so that its rates stay those of training.
+    """
+
+    def state_dict(self, trainer: Trainer, callback: ThroughputMonitor) -> dict[str, Any]:
+        stages = throughput_state(callback)  # empty on all ranks but rank 0, which alone counts
+        return {"stages": stages, "counts_lengths": callback.length_fn is not None} if stages else {}
+
+    def load_state_dict(self, trainer: Trainer, callback: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
+        if state["counts_lengths"] != (callback.length_fn is not None):
+            return ["lengths"]  # it wants as many of them as of samples: nothing of it can go on
+        return load_throughput(callback, state["stages"])
 
 
 class _Averaging:
@@ -114,6 +138,7 @@ _ADAPTERS: list[tuple[type[Callback], Adapter]] = [
     (Callback, _Metrics()),
     (Timer, _Times()),
     (LearningRateMonitor, _LearningRates()),
+    (ThroughputMonitor, _Throughputs()),
     (StochasticWeightAveraging, _Averaging()),
     (ModelPruning, Pruning()),
 ]

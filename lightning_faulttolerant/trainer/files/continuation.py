@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.parts import part_of
 from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
@@ -18,6 +19,25 @@ def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
     An autosave is always of the run itself. Another checkpoint is taken for one of it only where autosaves say that it
     was killed: who begins anew from a file of a run that came to its end must not lose what that has logged behind it.
     """
+    _go_on(files, run, choice)
+    if not files.has_config:
+        return
+    ended_at_once = choice.autosave is None and (run.was_killed or _was_stopped(run))
+    if files.goes_on or choice.is_autosave or ended_at_once:
+        files.let_config_be_there()
+
+
+def _was_stopped(run: Run) -> bool:
+    """Return whether the last that is told of the run's end is a stop: it may come before there is anything to save."""
+    try:
+        ends = [line for line in run.history.lines() if line.get("event") in (END, DONE)]
+    except Exception as error:  # noqa: BLE001 - training has nothing to do with it
+        run.history.announce(error)
+        return False
+    return bool(ends) and str(ends[-1].get("reason")).startswith(STOPPED)
+
+
+def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
     part = choice.part
     if part is None and choice.autosave is not None:
         autosave, given = part_of(choice.autosave), part_of(choice.path)

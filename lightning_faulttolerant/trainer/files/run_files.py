@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
 from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.saved_config import config_callbacks, let_config_be_there
 from lightning_faulttolerant.trainer.patches import Patches
 
 MARK = "run"
@@ -26,6 +27,8 @@ class RunFiles:
     """
 
     def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        self._trainer = trainer
+        self._patches = patches
         self._loggers = LoggerFiles(trainer, patches)
         self._checkpoints = CheckpointFiles(trainer, patches)
         self.mark = uuid.uuid4().hex
@@ -45,6 +48,15 @@ class RunFiles:
     def state_dict(self) -> dict[str, Any]:
         """Return what was written so far."""
         return {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
+
+    @property
+    def has_config(self) -> bool:
+        """Whether LightningCLI saves its configuration."""
+        return bool(config_callbacks(self._trainer))
+
+    def let_config_be_there(self) -> None:
+        """Let LightningCLI save its configuration where it did before; to be called before callbacks are set up."""
+        let_config_be_there(self._trainer, self._patches)
 
     def flush(self) -> None:
         """Write what loggers keep in memory."""

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, final
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_faulttolerant.checkpoint.contents import deal_files, list_files, sum_files
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -27,6 +26,7 @@ from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
 from lightning_faulttolerant.trainer.ranks.group import Ranks, by_first
+from lightning_faulttolerant.trainer.telling import tell
 
 _Result = TypeVar("_Result")
 
@@ -141,7 +141,7 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
     """
     loads_itself = trainer.strategy.restore_checkpoint_after_setup
     if choice.checkpoint is not None and not loads_itself:
-        rank_zero_info(f"Resuming from {choice.path}")
+        tell(f"Resuming from {choice.path}")
         put_checkpoint(trainer, str(choice.path), choice.checkpoint)
         return
     part = (choice.part or part_of(choice.path) or {}) if loads_itself else {}

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, ThroughputMonitor, Timer
 
 from lightning_faulttolerant.trainer.adapters import compat
 from lightning_faulttolerant.trainer.adapters.compat import SEAMS, WEIGHT_AVERAGING
@@ -32,6 +33,8 @@ def owners(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "trainer": trainer,
         "StochasticWeightAveraging": average,
         "ModelPruning": ModelPruning("l1_unstructured"),
+        "ThroughputMonitor": ThroughputMonitor(len),
+        "Throughput": Throughput(),
         "Timer": Timer(),
     }
     return {**found, **{kind.__name__: kind() for kind in WEIGHT_AVERAGING}}

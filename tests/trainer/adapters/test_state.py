@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import time
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ThroughputMonitor
+from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load_callbacks, why_ended
@@ -62,3 +70,50 @@ def test_history_of_rates_comes_back(trainer: Trainer, values: list[float]) -> N
 def test_fit_that_ended_as_it_was_trained_can_be_trained_further(trainer: Trainer) -> None:
     """Without a callback that changes the weights at the end there is no reason to refuse."""
     assert why_ended(trainer) is None
+
+
+def counting(num_batches: int, *, window_size: int = 4, **arguments: Any) -> ThroughputMonitor:
+    """Return a monitor in whose training so many batches of two samples have been seen, counted by NumPy."""
+    monitor = ThroughputMonitor(len, **arguments)
+    throughput = monitor._throughputs[RunningStage.TRAINING] = Throughput(window_size=window_size)
+    monitor._t0s[RunningStage.TRAINING] = time.perf_counter() - 2 * num_batches
+    monitor._lengths[RunningStage.TRAINING] = 0
+    for number in range(1, num_batches + 1):
+        lengths = None if monitor.length_fn is None else np.int64(10 * number)
+        throughput.update(time=float(number), batches=number, samples=np.int64(2 * number), lengths=lengths, flops=7)
+    return monitor
+
+
+@pytest.mark.parametrize("window_size", [2, 4, 6])
+@pytest.mark.parametrize("arguments", [{}, {"length_fn": len}], ids=["samples", "lengths"])
+def test_throughput_comes_back(trainer: Trainer, arguments: dict[str, Any], window_size: int) -> None:
+    """What was counted comes back from a file that is loaded safely, in a window of any size, and is counted on."""
+    saved, fresh = counting(5, **arguments), counting(0, window_size=window_size, **arguments)
+    file = io.BytesIO()
+    torch.save(callbacks_state(trainer, {"a": saved}), file)
+    file.seek(0)
+    assert load_callbacks(trainer, {"a": fresh}, torch.load(file, weights_only=True)) == []
+    stage = RunningStage.TRAINING
+    assert fresh._lengths[stage] == (50 if arguments else 0)
+    throughput = fresh._throughputs[stage]
+    found = throughput.compute()
+    assert {name: found[name] for name in ("time", "batches", "samples")} == {"time": 5, "batches": 5, "samples": 10}
+    assert ("device/batches_per_sec" in found) == (window_size < 6)
+    now = time.perf_counter() - fresh._t0s[stage]
+    assert now >= 10
+    throughput.update(time=now, batches=6, samples=12, lengths=60 if arguments else None)
+
+
+@pytest.mark.parametrize("had", [True, False])
+def test_lengths_that_only_one_of_two_runs_counts_are_named(trainer: Trainer, had: bool) -> None:
+    """A monitor that counts other things than it did goes on with nothing, which would end the run, and says so."""
+    lengths = {"length_fn": len}
+    saved, fresh = counting(5, **(lengths if had else {})), counting(0, **({} if had else lengths))
+    assert load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved})) == ["a.lengths"]
+    assert not fresh._throughputs[RunningStage.TRAINING]._time
+
+
+def test_stage_that_a_monitor_does_not_watch_is_named(trainer: Trainer) -> None:
+    """Counters of validation runs have nothing to go to where there are none."""
+    state = callbacks_state(trainer, {"a": counting(5)})
+    assert load_callbacks(trainer, {"a": ThroughputMonitor(len)}, state) == ["a.train"]

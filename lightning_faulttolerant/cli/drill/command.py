@@ -1,0 +1,216 @@
+"""``drill``: run a script uninterrupted and with faults, and compare the two."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from lightning_faulttolerant.cli.drill import result
+from lightning_faulttolerant.cli.drill.drilling import Drill
+from lightning_faulttolerant.cli.drill.page import page
+from lightning_faulttolerant.cli.drill.printing import command_text, print_result
+from lightning_faulttolerant.cli.drill.process import tail_of
+from lightning_faulttolerant.cli.drill.progress import progress_on
+from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSettings
+from lightning_faulttolerant.cli.text import safe
+
+DESCRIPTION = """\
+Prove on your own script that an interrupted training equals an uninterrupted one. COMMAND is run once uninterrupted,
+and once with faults at random moments, started again after each until it ends. Then the two are compared batch by
+batch: order and content of the data, random generators, losses, learning rates, validation results, logged values,
+final weights.
+
+  lightning-faulttolerant drill -- python train.py
+  lightning-faulttolerant drill --kills 3 --signal TERM -- torchrun --nproc_per_node 2 train.py
+  lightning-faulttolerant drill --check --html drill.html -- python train.py --output out/{run}
+
+The script needs no change: where it has no FaultTolerance callback, PL_FAULT_TOLERANT_TRAINING=1 adds it. {run} in
+COMMAND becomes "uninterrupted" or "interrupted" (with --check also "repeated"), to keep outputs apart. Each run has a
+run id of its own, also where the script gives one, so that nothing of a run of yours is touched.
+"""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+EPILOG = """\
+A strike comes only where an autosave with progress is verified, so that each restart has something to go on from.
+
+Exit status: 0 exact, 1 the runs differ (or a restart failed, or began anew), 2 could not be judged: the script fails by
+itself or is not deterministic, too few strikes came, wrong usage.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``drill`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("words", metavar="COMMAND", nargs="+", help="what starts your training, behind --")
+    parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
+    parser.add_argument(
+        "--signal",
+        choices=KINDS,
+        default=KILL,
+        help="KILL: all its processes at once, as if the machine went away (default); TERM: as a scheduler ends a job;"
+        " exception: raised in a training step",
+    )
+    parser.add_argument(
+        "--at",
+        metavar="STEP",
+        type=_at_least_1,
+        nargs="+",
+        default=[],
+        help="strike at these training batches of the whole run, not at random ones; counted from 0, at the earliest 1",
+    )
+    parser.add_argument("--check", action="store_true", help="first run it uninterrupted twice: is it deterministic?")
+    parser.add_argument(
+        "--ignore",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="pass over this logged value; * stands for anything",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with the loss curves, the strikes and the verdict")
+    parser.add_argument("--output", metavar="DIR", help="keep ledgers and outputs of the script here")
+    parser.add_argument("--seed", metavar="N", type=int, default=None, help="of the random moments")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=None,
+        help="end a run that takes longer, restarts and all",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do the drill, and print what came of it.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    problem = _problem(arguments)
+    if problem is not None:
+        print(f"drill: {safe(problem)}", file=sys.stderr)
+        return result.EXIT_CODES[result.NOT_JUDGED]
+    directory = _directory(arguments)
+    settings = DrillSettings(
+        command=tuple(arguments.words),
+        num_strikes=len(set(arguments.at)) or arguments.kills,
+        kind=arguments.signal,
+        at=tuple(arguments.at),
+        is_checked=arguments.check,
+        ignored=tuple(arguments.ignore),
+        seed=secrets.randbelow(10_000) if arguments.seed is None else arguments.seed,
+        timeout_seconds=arguments.timeout,
+        directory=directory,
+        token=secrets.token_hex(4),
+    )
+    is_kept = True
+    try:
+        found, output = _drilled(settings)
+        is_kept = arguments.output is not None or found.verdict.word != result.EXACT
+        if output is not None:
+            _print_tail(output)
+        print_result(found, sys.stdout, is_kept=is_kept)
+        sys.stdout.flush()  # it is told whatever becomes of the page
+        if arguments.html is not None:
+            Path(arguments.html).write_text(page(found), encoding="utf-8")
+    except (KeyboardInterrupt, SystemExit):
+        print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
+        is_kept = arguments.output is not None
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(directory, ignore_errors=True)
+    return found.verdict.exit_code
+
+
+def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
+    """Return what a drill has found, and the output of its last process if that failed by itself."""
+    with ended_by_signals(), progress_on(sys.stderr) as progress:
+        progress.tell(f"Drill: {command_text(settings.command)}")
+        drill = Drill(settings, progress)
+        found = drill.run()
+    return found, drill.failed_output
+
+
+def _problem(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with the arguments, before any hour is spent."""
+    if shutil.which(arguments.words[0]) is None:
+        return f"{arguments.words[0]}: no such command"
+    if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
+        return f"{arguments.output} is not empty: ledgers of another drill would be mixed with this one's"
+    if arguments.html is not None and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.html))):
+        return f"{arguments.html}: no such directory"
+    if arguments.html is not None and os.path.isdir(arguments.html):
+        return f"{arguments.html} is a directory: name a file for the page"
+    return None
+
+
+def _directory(arguments: argparse.Namespace) -> Path:
+    if arguments.output is None:
+        return Path(tempfile.mkdtemp(prefix="drill-"))
+    directory = Path(arguments.output).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Make an exception of the first signal that is to end this process, so that nothing is left running.
+
+    More of them would only interrupt that. What is ignored, as SIGHUP under nohup, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in _ENDING}
+    before = {signum: handler for signum, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+
+    def end(signum: int, _: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(128 + signum)
+
+    for signum in before:
+        signal.signal(signum, end)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _print_tail(output: Path) -> None:
+    print(f"\nThe end of {safe(output)}:", file=sys.stderr)
+    for line in tail_of(output, 20):
+        print(f"  | {safe(line)}", file=sys.stderr)
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds

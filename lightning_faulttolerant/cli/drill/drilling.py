@@ -1,0 +1,179 @@
+"""A drill from its first process to its verdict."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import final
+
+from lightning_faulttolerant.cli.drill import judging, running
+from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Event, RankOfRun
+from lightning_faulttolerant.cli.drill.progress import Progress
+from lightning_faulttolerant.cli.drill.result import (
+    INTERRUPTED,
+    REPEATED,
+    UNINTERRUPTED,
+    DrillResult,
+    Point,
+    RunOfDrill,
+    Strike,
+    Verdict,
+)
+from lightning_faulttolerant.cli.drill.running import Ran, Runner
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.records import ledger
+
+
+@final
+class Drill:
+    """One drill.
+
+    Args:
+        settings: How it is to be done.
+        progress: Shows how far it is.
+        environment: Variables that the script gets.
+    """
+
+    def __init__(
+        self, settings: DrillSettings, progress: Progress, *, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self.progress = progress
+        self._settings = settings
+        self._runner = Runner(settings, progress, environment=environment)
+        self._began = time.time()
+        self._runs: dict[str, RunOfDrill] = {}
+        self._versions: dict[str, str] = {}
+        self._strikes: tuple[Strike, ...] = ()
+        self._num_wanted = len(set(settings.at)) or settings.num_strikes
+
+    @property
+    def failed_output(self) -> Path | None:
+        """What the last process has printed, if it failed by itself."""
+        last = self._runner.ran[-1] if self._runner.ran else None
+        return last.processes[-1].output if last is not None and last.outcome == running.FAILED else None
+
+    def run(self) -> DrillResult:
+        """Do it.
+
+        Raises:
+            KeyboardInterrupt: If somebody interrupts it; nothing is left running.
+        """
+        try:
+            verdict = self._run()
+        finally:
+            self._runner.close()
+            self._remove_autosaves()
+        return DrillResult(
+            command=self._settings.command,
+            verdict=verdict,
+            strikes=self._strikes,
+            num_wanted=self._num_wanted,
+            kind=self._settings.kind,
+            seed=self._settings.seed,
+            began=self._began,
+            seconds=time.time() - self._began,
+            directory=str(self._settings.directory),
+            versions=self._versions,
+            uninterrupted=self._runs.get(UNINTERRUPTED),
+            repeated=self._runs.get(REPEATED),
+            interrupted=self._runs.get(INTERRUPTED),
+        )
+
+    def _run(self) -> Verdict:
+        ran, expected, verdict = self._uninterrupted(UNINTERRUPTED, None)
+        if verdict is not None:
+            return verdict
+        batches = expected[0].batches
+        numbers = BatchNumbers(batches)
+        too_far = [batch for batch in self._settings.at if batch >= len(numbers)]
+        if too_far:
+            return judging.beyond_the_end(too_far[0], len(numbers))
+        if self._settings.is_checked:
+            ran, found, verdict = self._uninterrupted(REPEATED, numbers, self._follower(expected))
+            verdict = verdict or judging.of_repeated(expected, found, ran, self._settings)
+            if verdict is not None:
+                return verdict
+        ran = self._runner.run_interrupted(INTERRUPTED, numbers, _gaps(batches), self._follower(expected))
+        self._keep(ran, ran.ranks())
+        self._strikes = strikes_of(stretches_of(ran.processes, numbers), self._settings.kind)
+        return judging.of_interrupted(expected, ran, self._strikes, self._settings, num_wanted=self._num_wanted)
+
+    def _follower(self, expected: Sequence[RankOfRun]) -> Follower:
+        return Follower(expected[0], self._settings.ignored)
+
+    def _uninterrupted(
+        self, name: str, numbers: BatchNumbers | None, follower: Follower | None = None
+    ) -> tuple[Ran, list[RankOfRun], Verdict | None]:
+        ran = self._runner.run_uninterrupted(name, numbers, follower)
+        ranks = ran.ranks()
+        self._keep(ran, ranks)
+        return ran, ranks, judging.of_uninterrupted(ran, ranks)
+
+    def _keep(self, ran: Ran, ranks: Sequence[RankOfRun]) -> None:
+        if not ranks:
+            return
+        first = ranks[0]
+        if not self._versions and first.begun:
+            told = first.begun[0][1].get("surroundings") or {}
+            own = {"lightning-faulttolerant": metadata.version("lightning-faulttolerant")}
+            self._versions = {**own, **{name: str(value) for name, value in told.items() if value is not None}}
+        self._runs[ran.name] = RunOfDrill(
+            name=ran.name,
+            curve=_curve(first.batches),
+            num_processes=len(ran.processes),
+            num_ranks=len(ranks),
+            num_fits=len(first.fits),
+            num_validations=_count(first.events, ledger.VALIDATED),
+            num_logs=_count(first.events, ledger.LOG),
+            num_autosaves=len(first.autosaves),
+            seconds=ran.seconds,
+            is_complete=ran.outcome == running.ENDED,
+        )
+
+    def _remove_autosaves(self) -> None:
+        """Remove what runs that did not come to their end have left where the script keeps its autosaves."""
+        for ran in self._runner.ran:
+            # Behind it may stand a run id of the script's own.
+            of_run = re.compile(rf"{re.escape(self._settings.run_id(ran.name))}(-|$)")
+            for process in ran.processes:
+                for path in _autosave_paths(process.lines().values()):
+                    directory = next((parent for parent in Path(path).parents if of_run.match(parent.name)), None)
+                    if directory is not None:
+                        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _autosave_paths(ranks: Iterable[Iterable[Mapping[str, object]]]) -> set[str]:
+    lines = (line for rank in ranks for line in rank)
+    return {str(line.get("path")) for line in lines if line.get("event") == ledger.AUTOSAVE}
+
+
+def _gaps(batches: Sequence[Event]) -> list[float]:
+    """Return for each batch how long it took until the next was done, the first with what came before it."""
+    times = [event.time for event in batches]
+    return [0.0, *(max(after - before, 0.0) for before, after in itertools.pairwise(times))]
+
+
+def _curve(batches: Sequence[Event]) -> tuple[Point, ...]:
+    return tuple(
+        Point(
+            number=number,
+            fit=event.fit,
+            epoch=event.place[1],
+            batch=event.place[2] - 1,
+            loss=number_of(event.values.get("loss")),
+            process=event.process,
+        )
+        for number, event in enumerate(batches)
+    )
+
+
+def _count(events: Sequence[Event], kind: str) -> int:
+    return sum(event.kind == kind for event in events)

@@ -1,0 +1,314 @@
+"""The verdict on a drill: whether its two runs are the same, and if not, or if nobody can know, why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_faulttolerant.cli.drill import causes, result, running
+from lightning_faulttolerant.cli.drill.causes import different_surroundings
+from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
+from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, Resumption
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.result import Cause, Strike, Value, Verdict
+from lightning_faulttolerant.cli.drill.running import Ran
+from lightning_faulttolerant.cli.drill.settings import EXCEPTION, DrillSettings
+from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.records import ledger
+
+_CHECK = "--check runs the script uninterrupted twice first, and tells whether it is deterministic by itself."
+_NO_LEDGER = Cause(
+    part="no ledger",
+    text="The script ended well, but no training of Lightning's has told what it did.",
+    advice=(
+        "The drill follows Trainer.fit of the lightning package (>= 2.5.6): a script that imports pytorch_lightning,"
+        " or has a loop of its own, can't be drilled.",
+        "FaultTolerance(ledger=...) takes the place of the ledger that the drill asks for: leave it out.",
+        "PL_FAULT_TOLERANT_TRAINING=0 switches the callback off. fast_dev_run and barebones do too.",
+    ),
+)
+_OWN_RUN = Cause(
+    part="existing run",
+    text="A run that was to begin from the beginning went on from a checkpoint. It was ended at once.",
+    advice=(
+        'fit(ckpt_path="last") and a ckpt_path that is found by the script make it go on from an earlier run.'
+        " {run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart:"
+        " --output out/{run}.",
+    ),
+)
+_SEVERAL = Cause(
+    part="several trainings",
+    text="The script trains in several processes of its own that write one ledger, or its launcher has started them"
+    " anew though no one had interrupted it.",
+    advice=(
+        "Drill what one of these processes does: a command that trains one fold, one model.",
+        "A launcher that starts its ranks anew tells why in the output of the script.",
+    ),
+)
+_NOT_RESUMED = Cause(
+    part=causes.NOT_RESUMED,
+    text="A restart of the same command began from the beginning, though an autosave had been written.",
+    advice=(
+        "The autosaves lie below default_root_dir, or where FaultTolerance(dirpath=...) says: that must be one place"
+        " for all processes of a run, without the time or a process id in it (as Hydra's output directories have).",
+        "FaultTolerance(run_id=...) must be the same in each process, and auto_resume must not be False.",
+    ),
+)
+
+
+def failed(process: DrillProcess, *, is_restart: bool) -> Verdict:
+    """Judge a run of which a process failed by itself.
+
+    Args:
+        process: The process.
+        is_restart: Whether it had been struck before, so that the script can't go on rather than not run at all.
+    """
+    code = process.exit_code
+    how = f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by signal {-code}"
+    if is_restart:
+        return Verdict(
+            word=result.DIFFERS,
+            text=f"A restart {how}; the uninterrupted run came to its end.",
+            cause=Cause(
+                part="restart",
+                text="The same command, run again after a strike, does not come to its end.",
+                advice=(
+                    "The end of its output is shown above. A script must bear being run again: an output that exists"
+                    " already, a port or a lock that is still held.",
+                ),
+            ),
+        )
+    return _not_judged(
+        f"The script {how}.",
+        Cause(part="script", text="The script fails by itself.", advice=("The end of its output is shown above.",)),
+    )
+
+
+def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
+    """Judge an uninterrupted run by itself; None if it is good to be compared with.
+
+    Args:
+        ran: The run.
+        ranks: What it did.
+    """
+    if ran.outcome == running.FAILED:
+        return failed(ran.processes[-1], is_restart=False)
+    verdict = _of_outcome(ran)
+    if verdict is not None:
+        return verdict
+    if ran.outcome == running.DIFFERENT:
+        return None
+    if not ranks or not ranks[0].begun:
+        return _not_judged("The training left no ledger.", _NO_LEDGER)
+    if not ranks[0].batches:
+        return _not_judged("The script trained no batch.", _NO_LEDGER)
+    if ranks[0].is_restarted:
+        return _not_judged("More than one process was rank 0 of the same training.", _SEVERAL)
+    return None
+
+
+def _of_outcome(ran: Ran) -> Verdict | None:
+    if ran.outcome == running.RESUMED:
+        return _not_judged(f"The {ran.name} run did not begin from the beginning.", _OWN_RUN)
+    if ran.outcome == running.TIMED_OUT:
+        cause = Cause(
+            part="timeout",
+            text="The run took longer than --timeout allows.",
+            advice=(f"Its output: {ran.processes[-1].output}",),
+        )
+        return _not_judged(f"The {ran.name} run did not come to its end in time.", cause)
+    if ran.outcome == running.NOT_STOPPED:
+        cause = Cause(
+            part="stop",
+            text="After a SIGTERM the run goes on to its next boundary, saves and ends.",
+            advice=(
+                "A batch or a save that takes longer, or a launcher that keeps the signal for itself, keeps it from"
+                " that.",
+                f"Its output: {ran.processes[-1].output}",
+            ),
+        )
+        return _not_judged("The run did not end within 90 seconds of SIGTERM.", cause)
+    return None
+
+
+def beyond_the_end(batch: int, num_batches: int) -> Verdict:
+    """Judge a drill that is to strike where the run never comes.
+
+    Args:
+        batch: Where.
+        num_batches: Of the whole run.
+    """
+    return _not_judged(
+        f"--at {batch} is behind the end: the run has {plural(num_batches, 'batch')}.",
+        Cause(
+            part="usage",
+            text="--at counts training batches over the whole run, from 0.",
+            advice=(f"Give numbers from 1 to {num_batches - 1}.",),
+        ),
+    )
+
+
+def of_repeated(
+    expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
+) -> Verdict | None:
+    """Judge whether the script is deterministic by itself; None if it is.
+
+    Args:
+        expected: The ranks of an uninterrupted run.
+        found: Those of another.
+        ran: That other run.
+        settings: Of the drill.
+    """
+    is_ended = ran.outcome == running.DIFFERENT
+    mismatch = first_mismatch(expected, found, ignored=settings.ignored, may_end_early=is_ended)
+    return _not_deterministic(mismatch, expected, found) if mismatch is not None else None
+
+
+def of_interrupted(
+    expected: Sequence[RankOfRun],
+    ran: Ran,
+    strikes: Sequence[Strike],
+    settings: DrillSettings,
+    *,
+    num_wanted: int,
+) -> Verdict:
+    """Judge the interrupted run.
+
+    Args:
+        expected: The ranks of the uninterrupted run.
+        ran: The interrupted run.
+        strikes: Those that count.
+        settings: Of the drill.
+        num_wanted: How many strikes were asked for.
+    """
+    if ran.outcome == running.FAILED:
+        return failed(ran.processes[-1], is_restart=ran.is_restarted)
+    if ran.outcome == running.BEGAN_ANEW:
+        return Verdict(word=result.DIFFERS, text="A restart did not resume.", cause=_NOT_RESUMED)
+    verdict = _of_outcome(ran)
+    if verdict is not None:
+        return verdict
+    mismatch, found = _first_of_stages(expected, ran, settings)
+    if mismatch is not None:
+        return _of_mismatch(mismatch, expected, found, ran, settings)
+    same = f"{_what_is_same(expected)} are bit for bit those of the uninterrupted run"
+    if len(strikes) < num_wanted:
+        come = f"{len(strikes)} of {plural(num_wanted, 'strike')} came" if strikes else "no strike came"
+        return _not_judged(f"Too few strikes: {come}. As far as that goes, {same}.", _too_few(settings))
+    notes = []
+    others = _other_surroundings(expected, found, len(ran.processes))
+    if others:
+        told = ", ".join(f"{value.name} {value.expected} and {value.found}" for value in others)
+        notes.append(f"Equal all the same: the processes did not compute in the same surroundings ({told}).")
+    if _inexact(found, len(ran.processes)):
+        notes.append("Equal all the same: a restart said that it could not restore everything exactly.")
+    times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
+    return Verdict(word=result.EXACT, text=f"Interrupted {times}, and {same}.", notes=tuple(notes))
+
+
+def _first_of_stages(
+    expected: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
+) -> tuple[Mismatch | None, list[RankOfRun]]:
+    """Return the first mismatch of all that was done, also of what was done again behind a strike, and what counts."""
+    mismatches = []
+    ranks: list[RankOfRun] = []
+    for number, ranks in enumerate(ran.stages(), 1):
+        may_end_early = number < len(ran.processes) or ran.outcome == running.DIFFERENT or ran.is_cut
+        mismatches.append(first_mismatch(expected, ranks, ignored=settings.ignored, may_end_early=may_end_early))
+    found = [mismatch for mismatch in mismatches if mismatch is not None]
+    return min(found, key=lambda mismatch: mismatch.number, default=None), ranks
+
+
+def _of_mismatch(
+    mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
+) -> Verdict:
+    is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
+    if is_older:
+        verdict = _not_deterministic(mismatch, expected, found)
+        note = "The difference is older than the first strike, so no restart has to do with it."
+        return replace(verdict, notes=(note, *verdict.notes))
+    difference = difference_of(mismatch)
+    process = mismatch.process if mismatch.process >= 0 else len(ran.processes) - 1
+    by_events = causes.cause_of(mismatch)
+    others = _other_surroundings(expected, found, process)
+    inexact = _inexact(found, process)
+    notes = []
+    if others:
+        cause = causes.surroundings_differ(others)
+        notes.append(f"If it is not that: {by_events.part}. {by_events.text}")
+    elif inexact:
+        reasons = list(dict.fromkeys(reason for resumption in inexact for reason in resumption.not_exact))
+        cause = causes.not_exact(reasons, str(ran.processes[inexact[0].process].output))
+    else:
+        cause = by_events
+    if not settings.is_checked:
+        notes.append(_CHECK)
+    return Verdict(
+        word=result.DIFFERS,
+        text=f"The interrupted run differs from the uninterrupted one at {difference.place}.",
+        cause=cause,
+        difference=difference,
+        notes=tuple(notes),
+    )
+
+
+def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> Verdict:
+    difference = difference_of(mismatch)
+    others = _other_surroundings(expected, found, 0)
+    cause = causes.surroundings_differ(others) if others else causes.not_deterministic(mismatch, difference.place)
+    text = f"The script is not deterministic by itself: two runs that nobody interrupts differ at {difference.place}."
+    return _not_judged(text, cause, difference=difference)
+
+
+def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun], process: int) -> list[Value]:
+    """Return in what processes of the second run, up to this one, did not compute as those of the first."""
+    found_by_rank = {run.rank: run for run in found}
+    values: dict[Value, None] = {}
+    for one in expected:
+        other = found_by_rank.get(one.rank)
+        if other is None or not one.begun:
+            continue
+        first = one.begun[0][1].get("surroundings") or {}
+        for number, line in other.begun:
+            if number <= process:
+                values.update(dict.fromkeys(different_surroundings(first, line.get("surroundings") or {})))
+    return list(values)
+
+
+def _inexact(ranks: Sequence[RankOfRun], process: int) -> list[Resumption]:
+    """Return where processes, up to this one, have gone on without everything."""
+    resumed = [resumption for run in ranks for resumption in run.resumed]
+    return [resumption for resumption in resumed if resumption.process <= process and not resumption.is_exact]
+
+
+def _too_few(settings: DrillSettings) -> Cause:
+    if settings.kind == EXCEPTION:
+        text = "A strike counts only if an autosave with progress was there before it, and the run has ended by itself."
+    else:
+        text = "The drill strikes only where an autosave with progress is verified, and the run ended before that."
+    return Cause(
+        part="too few autosaves",
+        text=text,
+        advice=(
+            "Let the script save more often: FaultTolerance(every_n_train_steps=...) or overhead_budget=....",
+            "Let the run be longer, or ask for fewer strikes with --kills.",
+        ),
+    )
+
+
+def _what_is_same(ranks: Sequence[RankOfRun]) -> str:
+    events = ranks[0].events
+    numbers = {kind: sum(event.kind == kind for event in events) for kind in (ledger.BATCH, ledger.VALIDATED)}
+    num_values = sum(len(event.values.get("metrics") or {}) for event in events if event.kind == ledger.LOG)
+    parts = [plural(numbers[ledger.BATCH], "batch")]
+    if numbers[ledger.VALIDATED]:
+        parts.append(plural(numbers[ledger.VALIDATED], "validation run"))
+    if num_values:
+        parts.append(plural(num_values, "logged value"))
+    parts.append("the final weights")
+    of_ranks = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
+    return f"{', '.join(parts[:-1])} and {parts[-1]}{of_ranks}"
+
+
+def _not_judged(text: str, cause: Cause, *, difference: result.Difference | None = None) -> Verdict:
+    return Verdict(word=result.NOT_JUDGED, text=text, cause=cause, difference=difference)

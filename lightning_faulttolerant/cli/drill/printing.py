@@ -1,0 +1,120 @@
+"""The result of a drill on a terminal: the strikes, then the verdict, and what to do."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Sequence
+from typing import TextIO
+
+from lightning_faulttolerant.cli.drill import result
+from lightning_faulttolerant.cli.drill.progress import duration
+from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Strike
+from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.cli.text import safe, table
+
+_WIDTH = 80
+_STYLES = {result.EXACT: "1;32", result.DIFFERS: "1;31", result.NOT_JUDGED: "1;33"}
+_BOLD = "1"
+_LONGEST_VALUE = 24
+_MOST_VALUES = 8
+
+
+def print_result(found: DrillResult, stream: TextIO, *, is_kept: bool) -> None:
+    """Print it.
+
+    Args:
+        found: What the drill has found.
+        stream: Where to.
+        is_kept: Whether ledgers and outputs stay.
+    """
+    lines = []
+    if found.strikes:
+        lines += ["", *_strikes(found.strikes)]
+    verdict = found.verdict
+    lines += ["", _styled(verdict.word.upper(), _STYLES[verdict.word], stream), *_wrapped(verdict.text)]
+    if verdict.difference is not None:
+        lines += ["", *_difference(verdict.difference, found)]
+    if verdict.cause is not None:
+        lines += ["", *_cause(verdict.cause, stream)]
+    for note in verdict.notes:
+        lines += ["", *_wrapped(note)]
+    if is_kept:
+        lines += ["", f"Ledgers and outputs: {safe(found.directory)}"]
+    print("\n".join(lines), file=stream)
+
+
+def _strikes(strikes: Sequence[Strike]) -> list[str]:
+    header = ["STRIKE", "AT BATCH", "EPOCH", "WENT ON AT", "DONE TWICE", "FIRST BATCH IN"]
+    rows = [
+        [
+            f"{strike.number} {strike.kind}",
+            f"{strike.at:,}",
+            f"{strike.epoch}" if strike.fit == 1 else f"{strike.epoch} of fit {strike.fit}",
+            f"{strike.resumed_at:,}",
+            f"{strike.num_twice:,}",
+            "-" if strike.seconds_to_first_batch is None else duration(strike.seconds_to_first_batch),
+        ]
+        for strike in strikes
+    ]
+    return table(header, rows, right=header[1:])
+
+
+def _difference(difference: Difference, found: DrillResult) -> list[str]:
+    other = "AGAIN" if found.verdict.word == result.NOT_JUDGED else "INTERRUPTED"
+    rows = [[value.name, _short(value.expected), _short(value.found)] for value in difference.values]
+    lines = table(["", "UNINTERRUPTED", other], rows[:_MOST_VALUES], right=[], indent=2)
+    if len(rows) > _MOST_VALUES:
+        lines.append(f"  and {len(rows) - _MOST_VALUES} more values")
+    if difference.equal:
+        lines += _wrapped(f"Equal there: {', '.join(difference.equal)}.", indent="  ")
+    return [*lines, *_wrapped(_before(difference, found), indent="  ")]
+
+
+def _before(difference: Difference, found: DrillResult) -> str:
+    """Return what is known of the batches before it."""
+    number = difference.num_equal
+    where = f" on rank {difference.rank}" if difference.rank else ""
+    if not number:
+        return f"No batch{where} comes before it."
+    behind = number - found.strikes[0].resumed_at if found.strikes else 0
+    since = f", {behind:,} of them behind a restart" if behind > 0 else ""
+    return f"Equal before it{where}: {plural(number, 'batch')}{since}."
+
+
+def _cause(cause: Cause, stream: TextIO) -> list[str]:
+    lines = [_styled(f"Likely cause: {cause.part}", _BOLD, stream), *_wrapped(cause.text, indent="  ")]
+    for advice in cause.advice:
+        lines += _wrapped(advice, indent="    ", first="  - ")
+    return lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def _wrapped(text: str, *, indent: str = "", first: str | None = None) -> list[str]:
+    begin = indent if first is None else first
+    return textwrap.wrap(
+        safe(text),
+        _WIDTH,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _styled(text: str, style: str, stream: TextIO) -> str:
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
+def command_text(words: Sequence[str]) -> str:
+    """Return a command as it is typed.
+
+    Args:
+        words: Of the command.
+    """
+    return safe(shlex.join(words))

@@ -1,0 +1,211 @@
+"""One start of the user's command: what it writes into its ledger is read while it runs."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from lightning_faulttolerant.cli.drill.ledgers import Place, Resumption, resumption_of
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.cli.drill.tree import ProcessTree
+from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.ledger import FaultPlace
+from lightning_faulttolerant.records.lines import Line, each_line, parse_lines
+
+_RANK = re.compile(r"\.rank-(\d+)$")
+_TAIL_BYTES = 20_000
+
+
+@final
+class DrillProcess:
+    """One process of one of the drill's runs, with whatever it starts.
+
+    Args:
+        settings: Of the drill.
+        run: Name of the run.
+        number: Of the process in its run, from 0.
+        environment: Variables of the drill's environment.
+        faults: Where the process is to raise an exception: the first, and one of the next each time that a launcher
+            in it starts its ranks anew.
+        follow: Gets each line that is read while it runs.
+    """
+
+    def __init__(
+        self,
+        settings: DrillSettings,
+        run: str,
+        number: int,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        faults: Sequence[FaultPlace] = (),
+        follow: Callable[[Line], None] | None = None,
+    ) -> None:
+        directory = settings.directory / run
+        directory.mkdir(parents=True, exist_ok=True)
+        self.run = run
+        self.number = number
+        self.faults = faults
+        self._follow = follow
+        self.output = directory / f"process-{number}.log"
+        self.ledger = directory / f"process-{number}.jsonl"
+        self.began = time.time()
+        self.seconds: float | None = None
+        """From its start to its end, or to the strike."""
+        self.last_line_at = time.monotonic()
+        self.resumed: list[Resumption] = []
+        """Where fits went on before the first batch."""
+        self.autosaves: list[Place] = []
+        self.last_saved: Place | None = None
+        """The furthest of them."""
+        self.done: Place | None = None
+        """Fit, epoch and batches of the epoch done, by rank 0's last batch."""
+        self.num_batches = 0
+        self._places: list[Place] = []
+        self.last_ended = 0
+        """Number of the last fit that has come to its end."""
+        self.num_restarts = 0
+        """How often a launcher in it has started its ranks anew."""
+        self.autosaves_before: list[Place] = []
+        """Of those that such a restart, or the end of the process, left."""
+        self._process_id: int | None = None
+        self._last_fit = 0
+        self._batch_times: tuple[float, float] | None = None
+        self.num_expected: int | None = None
+        """Batches until the fit that is under way is over, if it does not end before its last epoch."""
+        self._offset = 0
+        self._tree = ProcessTree(
+            settings.words(run),
+            environment=settings.environment(run, environment, ledger_path=self.ledger, faults=faults),
+            token=f"{settings.run_id(run)}-{number}",
+            output=self.output,
+        )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Negative for a signal, None while it is alive."""
+        code = self._tree.exit_code
+        if code is not None and self.seconds is None:
+            self.seconds = time.time() - self.began
+        return code
+
+    def read(self) -> None:
+        """Take in what rank 0 has written since."""
+        try:
+            with self.ledger.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in parse_lines(whole):
+            self.last_line_at = time.monotonic()
+            self._take(line)
+            if self._follow is not None:
+                self._follow(line)
+
+    def num_before(self, place: Place) -> int:
+        """Return how many of the batches that it has done are before a place."""
+        return bisect.bisect_right(self._places, place)
+
+    def _take(self, line: Line) -> None:
+        kind, fit = line.get("event"), int(line.get("fit", 1))
+        if kind == ledger.FIT:
+            self._begin(line.get("pid"), fit)
+            sizes = (line.get("num_batches"), line.get("max_epochs"))
+            counts = [size for size in sizes if isinstance(size, int) and size > 0]
+            self.num_expected = self.num_batches + counts[0] * counts[1] if len(counts) == len(sizes) else None
+        elif kind == ledger.BATCH:
+            at = float(line.get("time", 0.0))
+            self._batch_times = (self._batch_times[0] if self._batch_times is not None else at, at)
+            self.done = (fit, int(line["epoch"]), int(line["batch"]) + 1)
+            self.num_batches += 1
+            self._places.append(self.done)
+        elif kind == ledger.END:
+            self.last_ended = max(self.last_ended, fit)
+        elif kind == ledger.AUTOSAVE:
+            place = (fit, int(line["epoch"]), int(line["batch"]))
+            self.autosaves.append(place)
+            self.last_saved = max(place, self.last_saved or place)
+        elif kind == ledger.RESUMED and not self.num_batches:
+            self.resumed.append(resumption_of(self.number, line))
+
+    def _begin(self, process_id: int | None, fit: int) -> None:
+        """Take note of a fit that begins: of the next one, or again of one, by what a launcher has made meanwhile."""
+        is_again = fit <= self._last_fit
+        self._last_fit = fit
+        if is_again and self._process_id not in (None, process_id):
+            self.num_restarts += 1
+            self.autosaves_before = list(self.autosaves)
+            self.resumed, self.num_batches, self._batch_times = [], 0, None
+        self._process_id = process_id
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a fit has begun in it."""
+        return self._process_id is not None
+
+    @property
+    def batches_per_second(self) -> float | None:
+        """How fast it trains; None before its second batch."""
+        if self._batch_times is None or self._batch_times[1] <= self._batch_times[0]:
+            return None
+        return (self.num_batches - 1) / (self._batch_times[1] - self._batch_times[0])
+
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            OSError: If it can't be started.
+        """
+        self.began = time.time()
+        self.last_line_at = time.monotonic()
+        self._tree.start()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.seconds = time.time() - self.began
+        self._tree.terminate()
+
+    def kill(self) -> None:
+        """End it and all that it has started, at once."""
+        self.autosaves_before = list(self.autosaves)
+        if self.seconds is None:
+            self.seconds = time.time() - self.began
+        self._tree.close()
+
+    def lines(self) -> dict[int, Iterable[Line]]:
+        """Return what each rank has written, by rank; read as it is asked for."""
+        paths = {0: self.ledger}
+        for path in self.ledger.parent.glob(f"{self.ledger.name}.rank-*"):
+            found = _RANK.search(path.name)
+            if found is not None:
+                paths[int(found[1])] = path
+        return {rank: each_line(path) for rank, path in sorted(paths.items())}
+
+    def tail(self, num_lines: int = 20) -> list[str]:
+        """Return the end of what it has printed."""
+        return tail_of(self.output, num_lines)
+
+
+def tail_of(path: Path, num_lines: int) -> list[str]:
+    """Return the last lines of a file, progress bars as they ended.
+
+    Args:
+        path: The file.
+        num_lines: How many.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - _TAIL_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    return [line for line in lines if line][-num_lines:]

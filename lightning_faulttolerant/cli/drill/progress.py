@@ -1,0 +1,200 @@
+"""What is shown while a drill runs: live on a terminal with rich, else a line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from lightning_faulttolerant.cli.page.numbers import plural
+from lightning_faulttolerant.cli.text import safe
+
+_PLAIN_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """How far a run is.
+
+    Args:
+        run: Its name.
+        done: Training batches of the whole run that are done; the last ones may be done again.
+        num_batches: Of the whole run; None while nobody knows.
+        num_strikes: So far.
+        num_wanted: Of all; 0 in a run that is not struck.
+        saved: Training batches before the last autosave; None if there is none.
+        batches_per_second: In this process; None before its second batch.
+        is_starting: Whether its fit has not begun yet.
+        text: What it is waiting for; empty while it trains.
+    """
+
+    run: str
+    done: int = 0
+    num_batches: int | None = None
+    num_strikes: int = 0
+    num_wanted: int = 0
+    saved: int | None = None
+    batches_per_second: float | None = None
+    is_starting: bool = False
+    text: str = ""
+
+
+class Progress(Protocol):
+    """Shows it."""
+
+    def update(self, status: Status) -> None:
+        """Show how far a run is; called often."""
+
+    def tell(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def end(self, status: Status, seconds: float) -> None:
+        """Show that a run has ended."""
+
+
+def ended_text(status: Status, seconds: float) -> str:
+    """Return what is told of a run that has ended."""
+    struck = f", {plural(status.num_strikes, 'strike')}" if status.num_wanted else ""
+    return f"{status.run:<13}  {plural(status.done, 'batch')}{struck}, {duration(seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time that something took, short.
+
+    Args:
+        seconds: From 0.
+
+    Example:
+        >>> duration(0.34), duration(41.2), duration(3700)
+        ('0.3 s', '41 s', '1:01:40')
+    """
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02} min"
+
+
+class PlainProgress:
+    """Lines of text.
+
+    Args:
+        stream: Where they go.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._run = ""
+        self._told_at = 0.0
+        self._told: Status | None = None
+
+    def update(self, status: Status) -> None:
+        """Say how far it is, every ten seconds."""
+        now = time.monotonic()
+        if status.run != self._run:
+            self._run, self._told_at = status.run, now
+            self.tell(f"{status.run}: started")
+        elif now - self._told_at >= _PLAIN_EVERY_SECONDS and status != self._told:
+            self._told_at, self._told = now, status
+            self.tell(f"{status.run}: {', '.join([_place(status), *_more(status)])}")
+
+    def tell(self, text: str) -> None:
+        """Write a line."""
+        print(safe(text), file=self._stream, flush=True)
+
+    def end(self, status: Status, seconds: float) -> None:
+        """Say that a run has ended."""
+        self._run = ""
+        self.tell(ended_text(status, seconds))
+
+
+def _place(status: Status) -> str:
+    if status.is_starting and not status.done:
+        return "starting"
+    of = "" if status.num_batches is None else f" of {status.num_batches:,}"
+    return f"batch {status.done:,}{of}"
+
+
+def _more(status: Status) -> list[str]:
+    parts = []
+    if status.num_wanted:
+        parts.append(f"{status.num_strikes} of {plural(status.num_wanted, 'strike')}")
+    if status.saved is not None:
+        parts.append(f"autosave at {status.saved:,}")
+    if status.text:
+        parts.append(status.text)
+    elif status.is_starting and status.done:
+        parts.append("starting again")
+    elif status.batches_per_second is not None:
+        parts.append(f"{status.batches_per_second:.3g} batches/s")
+    return parts
+
+
+class RichProgress:
+    """Two lines that move, and one that stays for each run.
+
+    Args:
+        stream: A terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+        self._is_live = False
+
+    def __enter__(self) -> RichProgress:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._live.stop()
+
+    def update(self, status: Status) -> None:
+        """Draw it anew."""
+        self._live.update(self._lines(status))
+
+    def tell(self, text: str) -> None:
+        """Write a line above it."""
+        self._console.print(safe(text), markup=False, soft_wrap=True)
+
+    def end(self, status: Status, seconds: float) -> None:
+        """Leave a line that stays."""
+        from rich.text import Text
+
+        self._live.update(Text(""))
+        self.tell(ended_text(status, seconds))
+
+    def _lines(self, status: Status) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        line = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(total=status.num_batches, completed=status.done, width=24, pulse=status.num_batches is None)
+        line.add_row(Text(f"{status.run:<13}", style="bold"), bar, Text(_place(status)))
+        more = Text(f"{'':<15}{', '.join(_more(status))}", style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(line, more)
+
+
+@contextlib.contextmanager
+def progress_on(stream: TextIO) -> Iterator[Progress]:
+    """Give what shows progress there: live if it is a terminal and rich is installed.
+
+    Args:
+        stream: Such as ``sys.stderr``.
+    """
+    if stream.isatty() and find_spec("rich") is not None:
+        with RichProgress(stream) as live:
+            yield live
+    else:
+        yield PlainProgress(stream)

@@ -1,0 +1,351 @@
+"""The runs of a drill: one that nobody interrupts, and one that is struck and started again until it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import final
+
+from lightning_faulttolerant.cli.drill.comparison import Follower
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun
+from lightning_faulttolerant.cli.drill.moments import Moment, moments_of
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
+from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, DrillSettings
+from lightning_faulttolerant.records.ledger import FaultPlace
+
+ENDED = "ended"
+FAILED = "failed"
+RESUMED = "resumed"
+BEGAN_ANEW = "began anew"
+DIFFERENT = "different"
+TIMED_OUT = "timed out"
+NOT_STOPPED = "not stopped"
+_STRUCK = "struck"
+
+_LOOK_EVERY_SECONDS = 0.005
+_STOP_WITHIN_SECONDS = 90.0
+_SILENCE_SECONDS = 120.0
+# An exception comes where it comes, with or without an autosave before it: so often one more may be needed.
+_MAX_PROCESSES = 3
+
+Judge = Callable[[DrillProcess], "str | None"]
+
+
+@dataclass(kw_only=True, slots=True)
+class Ran:
+    """What came of a run.
+
+    Args:
+        name: Of the run.
+        outcome: ``ended``, ``failed`` (the last process, by itself), ``resumed`` (the first process),
+            ``began anew`` (a later one), ``different`` (before it was interrupted), ``timed out``, ``not stopped``
+            (after a SIGTERM).
+        processes: In order.
+        seconds: From the first start to the end.
+        is_cut: Whether a strike hit when rank 0 was at its end: other ranks may not have written all.
+    """
+
+    name: str
+    outcome: str = ENDED
+    processes: list[DrillProcess] = field(default_factory=list)
+    seconds: float = 0.0
+    is_cut: bool = False
+
+    def ranks(self) -> list[RankOfRun]:
+        """Return what each rank did over all processes."""
+        return list(self.stages())[-1]  # they are all the same objects, and grow
+
+    def stages(self) -> Iterator[list[RankOfRun]]:
+        """Give what each rank did, as far as the first process came, then the first two, and so on.
+
+        What is done twice is in them both times. Each is to be looked at before the next: ranks grow from one to the
+        next.
+        """
+        ranks: dict[int, RankOfRun] = {}
+        for number, process in enumerate(self.processes):
+            for rank, lines in process.lines().items():
+                run = ranks.setdefault(rank, RankOfRun(rank=rank))
+                for line in lines:
+                    run.add(number, line)
+            yield [ranks[rank] for rank in sorted(ranks)]
+
+    @property
+    def is_restarted(self) -> bool:
+        """Whether it was begun more than once, by the drill or by a launcher in its process."""
+        return len(self.processes) > 1 or any(process.num_restarts for process in self.processes)
+
+
+@final
+class Runner:
+    """Runs the user's command as a drill asks for.
+
+    Args:
+        settings: Of the drill.
+        progress: Shows how far it is.
+        environment: Variables of the drill.
+    """
+
+    def __init__(
+        self, settings: DrillSettings, progress: Progress, *, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self.ran: list[Ran] = []
+        """The runs so far."""
+        self._settings = settings
+        self._progress = progress
+        self._environment = environment
+        self._current: DrillProcess | None = None
+        self._deadline = float("inf")
+        self._status = Status(run="")
+        self._numbers = BatchNumbers([])
+        self._follower: Follower | None = None
+        self._told_silence = False
+
+    def close(self) -> None:
+        """End whatever still runs. May be called twice."""
+        if self._current is not None:
+            self._current.kill()
+            self._current = None
+
+    def run_uninterrupted(
+        self, name: str, numbers: BatchNumbers | None = None, follower: Follower | None = None
+    ) -> Ran:
+        """Run the command once.
+
+        Args:
+            name: Of the run.
+            numbers: Of a run before it, to say how far this one is.
+            follower: Ends it as soon as it differs from that one.
+        """
+        ran = self._begin(name, numbers, follower)
+        process = self._next(ran)
+        ran.outcome = self._watch(process, self._has_gone_wrong)
+        return self._end(ran)
+
+    def run_interrupted(
+        self, name: str, numbers: BatchNumbers, seconds: Sequence[float], follower: Follower | None = None
+    ) -> Ran:
+        """Run the command, strike it, and run it again until it ends.
+
+        Args:
+            name: Of the run.
+            numbers: Of the uninterrupted run.
+            seconds: For each batch of that run how long it took until the next was done.
+            follower: Ends it if it differs from that one before it is struck.
+        """
+        ran = self._begin(name, numbers, follower)
+        moments = moments_of(self._settings, len(numbers))
+        self._status = replace(self._status, num_wanted=len(moments))
+        last = 0
+        while True:
+            coming = self._coming(moments, ran, last)
+            last = coming[0].batch if coming else last
+            process = self._next(ran, coming)
+            outcome = self._run_and_strike(process, coming, seconds)
+            if outcome != _STRUCK:
+                ran.outcome = outcome
+                return self._end(ran)
+
+    def _begin(self, name: str, numbers: BatchNumbers | None, follower: Follower | None) -> Ran:
+        self._numbers = numbers or BatchNumbers([])
+        self._follower = follower
+        self._status = Status(run=name, num_batches=len(numbers) if numbers is not None else None)
+        self._deadline = time.monotonic() + (self._settings.timeout_seconds or float("inf"))
+        ran = Ran(name=name, seconds=time.time())
+        self.ran.append(ran)
+        return ran
+
+    def _end(self, ran: Ran) -> Ran:
+        self.close()
+        ran.seconds = time.time() - ran.seconds
+        self._progress.end(self._status, ran.seconds)
+        return ran
+
+    def _next(self, ran: Ran, coming: Sequence[Moment] = ()) -> DrillProcess:
+        self.close()
+        is_raised = self._settings.kind == EXCEPTION
+        places = [(*self._numbers.place_of(moment.batch), moment.hook) for moment in coming if is_raised]
+        faults = tuple(FaultPlace(fit=fit, epoch=epoch, batch=batch, hook=hook) for fit, epoch, batch, hook in places)
+        number = len(ran.processes)
+        process = DrillProcess(
+            self._settings,
+            ran.name,
+            number,
+            environment=self._environment,
+            faults=faults,
+            follow=self._follower.take if self._follower is not None and number == 0 else None,
+        )
+        self._current = process  # before it is started: what interrupts that leaves nothing running
+        self._told_silence = False
+        ran.processes.append(process)
+        process.start()
+        return process
+
+    def _coming(self, moments: Sequence[Moment], ran: Ran, last: int) -> Sequence[Moment]:
+        """Return when the next process is to be struck; never if it is to end by itself.
+
+        Exceptions are not waited for: one must lie behind the place where the process goes on, and behind the one
+        before, if that came before there was an autosave with progress. All that are left are given, since a launcher
+        may start its ranks anew by itself.
+        """
+        num_struck = self._status.num_strikes
+        if num_struck >= len(moments) or len(ran.processes) >= _MAX_PROCESSES * len(moments):
+            return ()
+        if self._settings.kind != EXCEPTION:
+            return moments[num_struck : num_struck + 1]
+        saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
+        num_left = len(self._numbers) - last
+        came_too_early = len(ran.processes) > num_struck
+        first = max([last + max(1, num_left // 4) if came_too_early else 0, *(place + 1 for place in saved)])
+        coming: list[Moment] = []
+        for moment in moments[num_struck:]:
+            batch = max(moment.batch, first)
+            if batch < len(self._numbers):
+                coming.append(replace(moment, batch=batch, fraction=0.0))
+            first = batch + 1
+        return coming
+
+    def _run_and_strike(self, process: DrillProcess, coming: Sequence[Moment], seconds: Sequence[float]) -> str:
+        if not coming:
+            return self._watch(process, self._has_gone_wrong)
+        if self._settings.kind == EXCEPTION:
+            return self._await_exceptions(process, coming)
+        clock = Clock(coming[0], seconds)
+        outcome = self._watch(
+            process,
+            lambda process: self._has_gone_wrong(process) or (_STRUCK if self._is_time(process, clock) else None),
+            look_every=_LOOK_EVERY_SECONDS / 5,
+        )
+        return self._strike(process) if outcome == _STRUCK else outcome
+
+    def _await_exceptions(self, process: DrillProcess, coming: Sequence[Moment]) -> str:
+        outcome = self._watch(process, self._has_gone_wrong)
+        num_strikes = self._status.num_strikes + process.num_restarts
+        expected = coming[min(process.num_restarts, len(coming) - 1)].batch
+        # A script that catches the exception may end well all the same.
+        has_stopped = outcome == FAILED or (outcome == ENDED and self._done(process) < len(self._numbers))
+        was_asked_for = has_stopped and self._done(process) in (expected, expected + 1)
+        if was_asked_for and self._has_progress(process):  # else it came too early, and counts for nothing
+            num_strikes += 1
+        self._status = replace(self._status, num_strikes=num_strikes)
+        return _STRUCK if was_asked_for else outcome
+
+    def _strike(self, process: DrillProcess) -> str:
+        if self._settings.kind == KILL:
+            process.kill()
+        else:
+            process.terminate()
+            deadline = time.monotonic() + _STOP_WITHIN_SECONDS
+            while process.exit_code is None:
+                if time.monotonic() > deadline:
+                    process.kill()
+                    return NOT_STOPPED
+                self._look(process)
+                self._progress.update(self._status)
+                time.sleep(_LOOK_EVERY_SECONDS)
+            process.kill()
+        process.read()
+        # It was at its end: a restart of a run that has ended begins anew, as it should.
+        if process.last_ended >= self._numbers.num_fits:
+            self.ran[-1].is_cut = True
+            return ENDED
+        # Asked to end, a script may end well in its middle.
+        if process.exit_code == 0 and (self._settings.kind == KILL or self._done(process) >= len(self._numbers)):
+            return ENDED
+        self._status = replace(self._status, num_strikes=self._status.num_strikes + 1)
+        return _STRUCK
+
+    def _is_time(self, process: DrillProcess, clock: Clock) -> bool:
+        done = self._done(process)
+        if done < clock.moment.batch or process.last_ended >= self._numbers.num_fits:
+            return False
+        if not self._has_progress(process):
+            self._status = replace(self._status, text="waiting for an autosave before the next strike")
+            return False
+        self._status = replace(self._status, text="")
+        return clock.has_come(done)
+
+    def _watch(self, process: DrillProcess, judge: Judge, *, look_every: float = _LOOK_EVERY_SECONDS) -> str:
+        """Wait until a process ends, or until `judge` says that it has seen enough."""
+        while True:
+            code = process.exit_code
+            self._look(process)
+            found = judge(process)
+            if found is not None:
+                if found != _STRUCK:
+                    process.kill()
+                return found
+            self._progress.update(self._status)
+            if code is not None:
+                process.kill()
+                return ENDED if code == 0 else FAILED
+            if time.monotonic() > self._deadline:
+                process.kill()
+                return TIMED_OUT
+            time.sleep(look_every)
+
+    def _look(self, process: DrillProcess) -> None:
+        process.read()
+        known = len(self._numbers) > 0
+        place = process.last_saved
+        saved = None if place is None else self._numbers.at(place) if known else process.num_before(place)
+        saved_before = self._status.saved or 0
+        done = self._done(process) if process.has_begun else saved_before
+        self._status = replace(
+            self._status,
+            done=done if known else process.num_batches,
+            num_batches=self._status.num_batches if known else process.num_expected,
+            saved=self._status.saved if saved is None else saved,
+            batches_per_second=process.batches_per_second,
+            is_starting=not process.has_begun,
+        )
+        silence = time.monotonic() - process.last_line_at
+        if silence > _SILENCE_SECONDS and not self._told_silence:
+            self._told_silence = True
+            self._progress.tell(
+                f"No batch for {duration(silence)}. The script's output: {process.output}. Ctrl-C ends the drill."
+            )
+
+    def _start_of(self, process: DrillProcess) -> int:
+        """Return how many batches were done where a process went on."""
+        return max((self._numbers.of(resumption) for resumption in process.resumed), default=0)
+
+    def _done(self, process: DrillProcess) -> int:
+        return self._numbers.at(process.done) if process.done is not None else self._start_of(process)
+
+    def _has_progress(self, process: DrillProcess) -> bool:
+        if process.last_saved is None:
+            return False
+        # The one behind the last batch comes as the run ends: a restart from there would have nothing left to do.
+        return self._start_of(process) < self._numbers.at(process.last_saved) < len(self._numbers)
+
+    def _has_gone_wrong(self, process: DrillProcess) -> str | None:
+        """Return what a process should not have done: gone on from elsewhere, or begun anew."""
+        if process.number == 0 and process.num_restarts == 0:
+            if self._follower is not None and self._follower.is_different:
+                return DIFFERENT
+            return RESUMED if process.resumed else None
+        if not process.num_batches or self._start_of(process):
+            return None
+        has_saved = any(self._numbers.at(place) for one in self.ran[-1].processes for place in one.autosaves_before)
+        return BEGAN_ANEW if has_saved else None
+
+
+@final
+class Clock:
+    """Tells when the time of a moment has come, once its batch is reached."""
+
+    def __init__(self, moment: Moment, seconds: Sequence[float]) -> None:
+        self.moment = moment
+        self._seconds = seconds
+        self._began: tuple[int, float] | None = None
+
+    def has_come(self, done: int) -> bool:
+        """Return whether it has, where so many batches are done: at the latest when the next one is."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = done, now
+        gap = self._seconds[min(self._began[0], len(self._seconds) - 1)] if self._seconds else 0.0
+        return done > self._began[0] or now >= self._began[1] + self.moment.fraction * gap

@@ -1,0 +1,156 @@
+"""The strikes of a run, from what its processes have written: where each hit, and where the run went on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Resumption, resumption_of
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.result import Strike
+from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.lines import Line
+
+_KINDS = (ledger.FIT, ledger.RESUMED, ledger.BATCH)
+_NEEDED = ("event", "fit", "time", "pid", "epoch", "batch", "text", "exact", "not_exact", "path")
+# A launcher that starts its ranks anew does not tell how they ended.
+_FAILED_UNDER_LAUNCHER = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """What rank 0 did from one start to the next: usually a process of the drill, else a restart by a launcher in one.
+
+    Args:
+        process: Of the drill.
+        lines: What it has written: where each fit began and went on, and its batches, their places only.
+        numbers: Of the uninterrupted run.
+        index: In its process, from 0.
+        is_last: Whether it is the last there.
+    """
+
+    process: DrillProcess
+    lines: Sequence[Line]
+    numbers: BatchNumbers
+    index: int
+    is_last: bool
+
+    @property
+    def batches(self) -> list[Line]:
+        """The lines of batches."""
+        return [line for line in self.lines if line["event"] == ledger.BATCH]
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Where it went on, before its first batch; None if it began from the beginning."""
+        before = itertools.takewhile(lambda line: line["event"] != ledger.BATCH, self.lines)
+        resumed = [resumption_of(self.process.number, line) for line in before if line["event"] == ledger.RESUMED]
+        return max(resumed, key=self.numbers.of, default=None)
+
+    @property
+    def start(self) -> int:
+        """How many batches of the whole run were done where it began."""
+        return self.numbers.of(self.resumption) if self.resumption is not None else 0
+
+    @property
+    def done(self) -> int:
+        """How many were done at its end."""
+        places = [(int(line.get("fit", 1)), int(line["epoch"]), int(line["batch"]) + 1) for line in self.batches]
+        return max([self.numbers.at(place) for place in places], default=self.start)
+
+    @property
+    def began(self) -> float:
+        """When it was started, seconds since 1970; of a restart by a launcher, when its fit began."""
+        return self.process.began if self.index == 0 else float(self.lines[0].get("time", 0.0))
+
+    @property
+    def hook(self) -> str:
+        """Where in the batch an exception was to end it; empty for none."""
+        faults = self.process.faults
+        return faults[self.index].hook if self.index < len(faults) else ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lived."""
+        if self.is_last and self.process.seconds is not None:
+            return self.process.began + self.process.seconds - self.began
+        last = self.lines[-1]
+        return float(last["until"] if "until" in last else last.get("time", 0.0)) - self.began
+
+
+def stretches_of(processes: Sequence[DrillProcess], numbers: BatchNumbers) -> list[Stretch]:
+    """Return the stretches of a run, in order.
+
+    Args:
+        processes: Of the run.
+        numbers: Of the uninterrupted run.
+    """
+    found = []
+    for process in processes:
+        parts = list(_by_start(map(_place_only, process.lines().get(0, ()))))
+        found += [
+            Stretch(process=process, lines=part, numbers=numbers, index=i, is_last=i == len(parts) - 1)
+            for i, part in enumerate(parts)
+        ]
+    return found
+
+
+def _place_only(line: Line) -> Line:
+    """Return a line without what is compared: a run may have millions."""
+    return {name: line[name] for name in _NEEDED if name in line}
+
+
+def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    """Give what was written from one start to the next: one in another process, of a fit that had begun before."""
+    part: list[Line] = []
+    process_id, last_fit = None, 0
+    for line in lines:
+        if line.get("event") not in _KINDS:
+            if part:
+                part[-1]["until"] = line.get("time", 0.0)
+            continue
+        if line["event"] == ledger.FIT:
+            fit = int(line.get("fit", 1))
+            if part and line.get("pid") != process_id and fit <= last_fit:
+                yield part
+                part = []
+            process_id, last_fit = line.get("pid"), fit
+        part.append(line)
+    if part:
+        yield part
+
+
+def strikes_of(stretches: Sequence[Stretch], kind: str) -> tuple[Strike, ...]:
+    """Return the strikes that count: behind which the run went on further than where it had been begun.
+
+    Args:
+        stretches: Of the run.
+        kind: Of the strikes.
+    """
+    strikes: list[Strike] = []
+    for struck, after in itertools.pairwise(stretches):
+        resumption = after.resumption
+        if resumption is None or after.start <= struck.start:
+            continue
+        fit, epoch, batch = struck.numbers.place_of(struck.done)
+        first = after.batches[0] if after.batches else None
+        exit_code = struck.process.exit_code if struck.is_last else None
+        strikes.append(
+            Strike(
+                number=len(strikes) + 1,
+                kind=kind,
+                fit=fit,
+                epoch=epoch,
+                batch=batch,
+                at=struck.done,
+                resumed_at=after.start,
+                resumed_text=resumption.text,
+                num_twice=max(struck.done - after.start, 0),
+                seconds_in_process=struck.seconds,
+                seconds_to_first_batch=float(first["time"]) - after.began if first is not None else None,
+                exit_code=_FAILED_UNDER_LAUNCHER if exit_code is None else exit_code,
+                hook=struck.hook,
+            )
+        )
+    return tuple(strikes)

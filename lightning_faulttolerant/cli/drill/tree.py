@@ -1,0 +1,140 @@
+"""A command with all that it starts: launchers, ranks, workers of loaders, also those that left its process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+
+_PROCESSES = Path("/proc")
+
+
+@final
+class ProcessTree:
+    """One start of a command, the leader of a session of its own: a Ctrl-C at the drill does not reach it.
+
+    Args:
+        command: Its words.
+        environment: All of its variables.
+        token: A text that nobody else has; goes into the environment.
+        output: A file for all that it prints.
+    """
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], token: str, output: Path) -> None:
+        self._command = list(command)
+        self._environment = {**environment, DRILL_VARIABLE: token}
+        self._token = token
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it. What interrupts this may leave it running: `close` ends it also then.
+
+        Raises:
+            OSError: If it can't be started.
+        """
+        with self._output.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process that was started; negative for a signal, None before that and while it is alive."""
+        return None if self._process is None else self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask the process that was started to end, as a scheduler does: a launcher hands that on."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all at once, as a machine that goes away: none is left to see another one die."""
+        stopped: set[int] = set()
+        while True:  # what is stopped starts nothing more
+            found = self._alive() - stopped
+            if not found:
+                break
+            for process_id in found:
+                _send(process_id, signal.SIGSTOP)
+            stopped |= found
+        for process_id in stopped:
+            _send(process_id, signal.SIGKILL)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self, *, patience_seconds: float = 10.0) -> None:
+        """Kill what is left of it, and wait until nothing is.
+
+        Args:
+            patience_seconds: How long to wait for processes that are being killed.
+        """
+        deadline = time.monotonic() + patience_seconds
+        self.kill()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_seconds)
+        while self._alive() and time.monotonic() < deadline:
+            self.kill()
+            time.sleep(0.01)
+
+    def _alive(self) -> set[int]:
+        """Return the process ids of all that belongs to it and is no zombie."""
+        started = {self._process.pid} if self._process is not None and self.exit_code is None else set()
+        if not _PROCESSES.is_dir():
+            return _by_ps(started)
+        parents, states = _parents()
+        own = {process_id for process_id in parents if _has_token(process_id, self._token)} | started
+        return {process_id for process_id in _with_children(own, parents) if states.get(process_id, "Z") not in "ZX"}
+
+
+def _parents() -> tuple[dict[int, int], dict[int, str]]:
+    """Return for each process of the machine its parent's process id, and its state."""
+    parents, states = {}, {}
+    for entry in _PROCESSES.iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                # The name stands in brackets, and may hold anything.
+                fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                parents[int(entry.name)], states[int(entry.name)] = int(fields[1]), fields[0]
+    return parents, states
+
+
+def _has_token(process_id: int, token: str) -> bool:
+    try:
+        variables = (_PROCESSES / str(process_id) / "environ").read_bytes()
+    except OSError:  # gone, or somebody else's
+        return False
+    return f"{DRILL_VARIABLE}={token}".encode() in variables.split(b"\0")
+
+
+def _by_ps(process_ids: set[int]) -> set[int]:
+    """Return processes and those below them, where there is no ``/proc``."""
+    told = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    pairs = (line.split() for line in told.splitlines())
+    return _with_children(process_ids, {int(child): int(parent) for child, parent in pairs})
+
+
+def _with_children(process_ids: set[int], parents: Mapping[int, int]) -> set[int]:
+    found = set(process_ids)
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _send(process_id: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(process_id, signum)

@@ -1,0 +1,87 @@
+"""HTML and SVG that is escaped by construction: text becomes markup through `tag` only."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """Text that is HTML already. Only this package makes any; whatever else meets a page is escaped.
+
+    Args:
+        html: What a browser reads.
+    """
+
+    html: str
+
+
+Child: TypeAlias = "Markup | str | int | float | Iterable[Child] | None"
+Attribute: TypeAlias = "str | int | float | None"
+
+_VOID = frozenset({"meta", "link", "br", "input"})
+_SHAPES = frozenset({"path", "line", "rect", "circle"})
+
+# What a page can't hold, a file can't be written with, or what turns the order of the letters round: from a path or a
+# command line, so possibly anything.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
+    """Return an element.
+
+    Args:
+        name: Of the element.
+        children: What stands in it: texts are escaped, markup is not, ``None`` is nothing, iterables are gone through.
+        attributes: Its attributes; an underscore stands for a hyphen, one at the end is dropped (``class_``). One that
+            is ``None`` is left out.
+
+    Example:
+        >>> tag("p", "a < b", tag("b", 3), class_="note").html
+        '<p class="note">a &lt; b<b>3</b></p>'
+    """
+    opening = name + "".join(_attribute(key, value) for key, value in attributes.items() if value is not None)
+    if name in _VOID:
+        return Markup(f"<{opening}>")
+    inner = joined(*children).html
+    return Markup(f"<{opening}/>" if name in _SHAPES and not inner else f"<{opening}>{inner}</{name}>")
+
+
+def joined(*children: Child) -> Markup:
+    """Return children one behind the other, as `tag` would hold them.
+
+    Args:
+        children: As in `tag`.
+    """
+    return Markup("".join(_html_of(child) for child in children))
+
+
+def escaped(text: str) -> str:
+    r"""Return text as HTML that shows it; characters that no page can hold are written as escapes.
+
+    Args:
+        text: Any.
+
+    Example:
+        >>> escaped("<a\x00>")
+        '&lt;a\\x00&gt;'
+    """
+    return html.escape(_UNSAFE.sub(lambda found: found.group().encode("unicode_escape").decode(), text))
+
+
+def _html_of(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Markup):
+        return child.html
+    if isinstance(child, (str, int, float)):
+        return escaped(str(child))
+    return "".join(_html_of(each) for each in child)
+
+
+def _attribute(key: str, value: str | int | float) -> str:
+    return f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'

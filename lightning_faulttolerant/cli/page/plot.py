@@ -1,0 +1,259 @@
+"""Charts as inline SVG that keeps its letters and lines as they are, however wide the page is.
+
+Along a chart, places are percent of its width; its height is fixed, in pixels. Curves, which SVG can't give in percent,
+stand in a picture of their own that is stretched, with lines that are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.scales import Scale
+from lightning_faulttolerant.cli.page.thinning import Point, pieces, spread, thinned
+
+WIDTH = 1000
+"""How many units a stretched picture is wide."""
+
+_NUM_COLUMNS = 500
+_NUM_READOUTS = 320
+_UNIT_FROM, _UNIT_FROM_NARROW = 0.88, 0.72  # where the text of the unit begins, or may begin on a phone
+_MARK = "M0 0L-4.5 -8H4.5Z"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Area:
+    """Where a curve is drawn: its scales, and the part of the chart's height that is its own.
+
+    Args:
+        x: From left to right.
+        y: From below to above.
+        top: Its upper edge, in pixels from that of the chart.
+        height: In pixels.
+    """
+
+    x: Scale
+    y: Scale
+    height: int
+    top: int = 0
+
+    def across(self, value: float) -> str:
+        """Return where a value stands, from the left.
+
+        Args:
+            value: On the scale `x`.
+        """
+        return percent(self.x.place(value))
+
+    def down(self, value: float) -> float:
+        """Return where a value stands, in pixels from the upper edge of the chart.
+
+        Args:
+            value: On the scale `y`.
+        """
+        return round(self.top + self.height * (1 - self.y.place(value)), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readout:
+    """What is shown while a pointer is over a place of a chart.
+
+    Args:
+        x: The place, on the scale of the chart.
+        text: What is shown.
+        ys: Heights of dots, in pixels from the upper edge; nan for none.
+    """
+
+    x: float
+    text: str
+    ys: tuple[float, ...] = ()
+
+
+def percent(share: float) -> str:
+    """Return a share as SVG takes it.
+
+    Args:
+        share: From 0 to 1.
+    """
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def grid(area: Area) -> Markup:
+    """Return a line across the chart for each tick of the scale `y`, with its text on the left.
+
+    Args:
+        area: Where.
+    """
+    return tag(
+        "g",
+        (
+            (
+                tag("line", x1="0", x2="100%", y1=y, y2=y),
+                tag("text", tick.text, x="-10", y=y, dy=".35em"),
+            )
+            for tick in area.y.ticks
+            for y in (round(area.top + area.height * (1 - tick.place), 1),)
+        ),
+        class_="grid",
+    )
+
+
+def axis(scale: Scale, *, y: float, unit: str = "") -> Markup:
+    """Return the texts of the ticks below a chart; on a narrow page every second is left out.
+
+    Args:
+        scale: From left to right.
+        y: In pixels from the upper edge of the chart.
+        unit: What is counted, written at the right end.
+    """
+    texts = []
+    for index, tick in enumerate(scale.ticks):
+        is_minor = index % 2 == 1 or (unit and tick.place > _UNIT_FROM_NARROW)
+        if not unit or tick.place < _UNIT_FROM:
+            class_ = "minor" if is_minor else None
+            texts.append(tag("text", tick.text, x=percent(tick.place), y=y, dy="1.5em", class_=class_))
+    last = tag("text", unit, x="100%", y=y, dy="1.5em", class_="end") if unit else None
+    return tag("g", texts, last, class_="axis")
+
+
+def curve(area: Area, points: Sequence[Point], *, class_: str) -> Markup:
+    """Return a line through points, thinned to what can be seen; where a value is not finite it has a gap.
+
+    Args:
+        area: Where.
+        points: From left to right.
+        class_: Of the style.
+    """
+    lines = (_line(area, thinned(piece, num_columns=_columns(area.x, piece))) for piece in pieces(points))
+    return tag("path", d="".join(lines), class_=f"curve {class_}")
+
+
+def stretched(height: int, *children: Child) -> Markup:
+    """Return a picture of curves that is as wide as the chart is.
+
+    Args:
+        height: Of the chart, in pixels.
+        children: Curves.
+    """
+    return tag(
+        "svg",
+        *children,
+        viewBox=f"0 0 {WIDTH} {height}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=height,
+        class_="stretched",
+    )
+
+
+def bar(start: float, end: float, *, y: float, height: float, class_: str, title: str) -> Markup:
+    """Return a bar between two places.
+
+    Args:
+        start: Share of the chart's width where it begins.
+        end: Where it ends.
+        y: Its upper edge, in pixels.
+        height: In pixels.
+        class_: Of the style.
+        title: What it is, shown while a pointer rests on it.
+    """
+    width = max(end - start, 0.0004)
+    return tag("rect", tag("title", title), x=percent(start), width=percent(width), y=y, height=height, class_=class_)
+
+
+def mark(place: float, *, y: float, foot: float, class_: str, title: str) -> Markup:
+    """Return a small triangle that points down at a place, and a thin line from it to its foot.
+
+    Args:
+        place: Share of the chart's width.
+        y: Of its tip, in pixels.
+        foot: Where the line ends, in pixels.
+        class_: Of the style.
+        title: What it marks, shown while a pointer rests on it.
+    """
+    line = tag("line", y1=y, y2=foot)
+    tip = tag("svg", tag("path", d=_MARK), y=y)
+    return tag("svg", tag("title", title), line, tip, x=percent(place), class_=f"mark {class_}")
+
+
+def ticks(places: Sequence[float], *, y: float, height: float, class_: str) -> Markup:
+    """Return short upright lines, which may be many: those that fall together are drawn once.
+
+    Args:
+        places: Shares of the chart's width.
+        y: Their upper ends, in pixels.
+        height: In pixels.
+        class_: Of the style.
+    """
+    units = sorted({round(WIDTH * place) for place in places})
+    line = "".join(f"M{unit} {y:g}v{height:g}" for unit in units)
+    return stretched(round(y + height), tag("path", d=line, class_=f"curve {class_}"))
+
+
+def chart(
+    name: str, *children: Child, height: int, scale: Scale | None = None, readouts: Sequence[Readout] = ()
+) -> Markup:
+    """Return a chart, with what its script reads out of it.
+
+    Args:
+        name: What it shows, for those who don't see it.
+        children: What it is made of.
+        height: In pixels, without the texts below it.
+        scale: From left to right; needed for `readouts`.
+        readouts: From left to right; thinned.
+    """
+    data = None
+    cursor: Child = None
+    if scale is not None and readouts:
+        kept = spread(readouts, number=_NUM_READOUTS)
+        rows = [[round(WIDTH * scale.place(each.x), 1), each.text, *_finite(each.ys)] for each in kept]
+        data = json.dumps(rows, separators=(",", ":"), ensure_ascii=False)
+        dots = (tag("circle", r=4, class_="dot") for _ in range(max(len(each.ys) for each in kept)))
+        cursor = tag("g", tag("line", y1="0", y2=height), dots, class_="cursor", visibility="hidden")
+    return tag("svg", *children, cursor, role="img", aria_label=name, height=height, class_="plot", data_readouts=data)
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [round(value, 1) if value == value else None for value in values]
+
+
+def _line(area: Area, points: Sequence[Point]) -> str:
+    if len(points) == 1:
+        points = [points[0], points[0]]  # a dot, by the round end of its line
+    places = (f"{_short(WIDTH * area.x.place(x))} {_short(area.down(y))}" for x, y in points)
+    return "M" + "L".join(places)
+
+
+def _columns(scale: Scale, piece: Sequence[Point]) -> int:
+    return max(1, round(_NUM_COLUMNS * (scale.place(piece[-1][0]) - scale.place(piece[0][0]))))
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def figure(*children: Child, caption: Child = None, legend: Child = None) -> Markup:
+    """Return a chart with the line above it: what it shows, its legend, and room for what is read out.
+
+    Args:
+        children: The chart.
+        caption: What it shows, in a few words.
+        legend: Made by `legend`.
+    """
+    head = tag("figcaption", tag("span", caption) if caption else None, legend, tag("output", class_="readout"))
+    return tag("figure", head, *children)
+
+
+def legend(*entries: tuple[str, str]) -> Markup:
+    """Return what the colours of a chart mean.
+
+    Args:
+        entries: For each its class of the style and its name.
+    """
+    return tag(
+        "span",
+        (tag("span", tag("i", class_=f"key {class_}"), name) for class_, name in entries),
+        class_="legend",
+    )

@@ -1,0 +1,82 @@
+"""Find the histories of runs in a directory or below a URL, and read them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store, split_path
+from lightning_faulttolerant.cli.errors import remote_errors
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.history import FILE_NAME, History
+from lightning_faulttolerant.records.lines import parse_lines
+
+_DEFAULT_FOLDER = "fault_tolerance"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundRun:
+    """A run of which there is a history.
+
+    Args:
+        run_id: Names it: its directory does.
+        path: That directory, or its URL.
+        history: What is told there.
+    """
+
+    run_id: str
+    path: str
+    history: History
+
+    @property
+    def last_seen(self) -> float:
+        """The last that is known of it, seconds since 1970."""
+        last = self.history.chapters[-1]
+        return last.processes[-1].last_seen if last.done is None else last.done
+
+
+def find_runs(directory: str) -> list[FoundRun]:
+    """Return the runs of which something is known, the one that was alive last first.
+
+    Args:
+        directory: Of a run, a ``dirpath`` with several, or the ``default_root_dir`` above it; or a URL of one of them.
+
+    Raises:
+        FileNotFoundError: If there is no such local directory.
+        OSError: If something can't be read.
+    """
+    with remote_errors(directory):
+        if not is_url(directory):
+            os.stat(local_path(directory))
+        folder, name = split_path(directory)
+        if name == FILE_NAME:
+            directory = folder or "."
+        own = _run(directory)
+        runs = [own] if own is not None else _below(directory)
+        if not runs:
+            runs = _below(_path(directory, _DEFAULT_FOLDER))
+    return sorted(runs, key=lambda run: run.last_seen, reverse=True)
+
+
+def _below(directory: str) -> list[FoundRun]:
+    found = (_run(_path(directory, name)) for name in open_store(directory).listing().folders)
+    return [run for run in found if run is not None]
+
+
+def _path(directory: str, name: str) -> str:
+    """Return the path of a folder as the user would write it."""
+    return open_store(directory).path(name) if is_url(directory) else os.path.join(local_path(directory), name)
+
+
+def _run(directory: str) -> FoundRun | None:
+    store = open_store(directory)
+    if not is_url(directory) and not os.path.isfile(store.path(FILE_NAME)):
+        return None
+    try:
+        with open_file(store.path(FILE_NAME), whole=True) as file:
+            history = history_of(parse_lines(file.read()))
+    except FileNotFoundError:
+        return None
+    if not history.chapters:
+        return None
+    return FoundRun(run_id=split_path(store.url)[1], path=directory, history=history)

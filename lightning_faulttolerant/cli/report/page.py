@@ -1,0 +1,250 @@
+"""The page of a run: goodput, where the time has gone, progress over the wall time, processes, autosaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from lightning_faulttolerant.cli.page.document import document
+from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
+from lightning_faulttolerant.cli.page.table import pairs, stats, table
+from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bars, progress
+from lightning_faulttolerant.cli.report.words import RUNNING_SECONDS
+from lightning_faulttolerant.cli.text import moment_text, size_text
+from lightning_faulttolerant.records.goodput import Account, ChapterReport, RunReport
+from lightning_faulttolerant.records.history import FINISHED, Autosave, Fit, Place, Process
+
+_NUM_NOTES = 40
+_NUM_TEXT = 300
+_NUM_FIRM = 28
+
+
+def page(report: RunReport) -> str:
+    """Return the page of a run, one file that asks for nothing.
+
+    Args:
+        report: What its history tells.
+    """
+    *earlier, last = report.chapters
+    return document(
+        f"Run {report.run_id}",
+        _head(report, last),
+        _chapter(last, report),
+        (_earlier(chapter, report) for chapter in reversed(earlier)),
+        _surroundings(report, last),
+        _foot(),
+    )
+
+
+def _head(report: RunReport, last: ChapterReport) -> Markup:
+    over = tag("p", "Run ", tag("b", report.run_id), ", ", _span(last), class_="over")
+    return tag("header", over, _headline(last.account), _lead(last), _stats(last), class_="is-goodput")
+
+
+def _headline(account: Account) -> Markup:
+    if not account.training > 0:
+        return tag("h1", "No training yet")
+    number, _, unit = share_text(account.goodput).rpartition(" ")
+    return tag("h1", number, tag("span", unit, class_="unit"), tag("span", " goodput", class_="beside"))
+
+
+def _lead(chapter: ChapterReport) -> Markup:
+    account = chapter.account
+    if not account.training > 0:
+        return tag("p", f"In {duration_text(account.total)}, no batch is known to have been trained.", class_="lead")
+    text = f"Of {duration_text(account.total)}, training went forward for good in {duration_text(account.training)}."
+    if account.down > 0.001 * account.total:
+        text += f" Without the time in which there was no process, that is {share_text(account.goodput_while_up)}."
+    return tag("p", text, class_="lead")
+
+
+def _stats(chapter: ChapterReport) -> Markup:
+    processes = chapter.chapter.processes
+    autosaves = _autosaves(chapter)
+    last = max((place.global_step for fit in chapter.chapter.fits if (place := fit.last_place)), default=0)
+    return stats(
+        ("process" if len(processes) == 1 else "processes", count_text(len(processes))),
+        ("lost to faults", duration_text(chapter.account.lost)),
+        ("spent on autosaves", duration_text(chapter.account.saving)),
+        ("autosaves", count_text(sum(autosave.number for autosave in autosaves))),
+        ("steps done", count_text(last)),
+    )
+
+
+def _chapter(chapter: ChapterReport, report: RunReport) -> list[Child]:
+    return [
+        tag("section", tag("h2", "Where the time went"), account_bar(chapter.account)),
+        tag("section", tag("h2", "Progress"), progress(chapter)),
+        tag("section", tag("h2", "Processes"), _processes(chapter, report)),
+        _autosave_section(chapter),
+        _notes(chapter),
+    ]
+
+
+def _earlier(chapter: ChapterReport, report: RunReport) -> Markup:
+    goodput = share_text(chapter.account.goodput)
+    return tag(
+        "section",
+        tag("h2", f"Before that: {_span(chapter)}"),
+        tag("p", f"{goodput} goodput of {duration_text(chapter.account.total)}."),
+        account_bar(chapter.account),
+        progress(chapter),
+        _processes(chapter, report),
+        class_="earlier",
+    )
+
+
+def _processes(chapter: ChapterReport, report: RunReport) -> Child:
+    processes = chapter.chapter.processes
+    rows = [_row(process, number, first=processes[0].began) for number, process in enumerate(processes, 1)]
+    is_running = chapter.number == report.num_chapters and report.made - processes[-1].last_seen <= RUNNING_SECONDS
+    if is_running and processes[-1].reason is None:
+        rows[-1][-1] = "may be running"
+    header = ("", "began", "ran", "went on from", "steps", "autosaves", "ended")
+    made = table(header, rows, right=("ran", "steps", "autosaves"), firm=("", "began"), nouns="processes")
+    return [made, _restored(chapter)]
+
+
+def _row(process: Process, number: int, *, first: float) -> list[Child]:
+    trained = [fit for fit in process.fits if fit.has_trained] or list(process.fits)
+    first_fit = trained[0] if trained else None
+    began = moment_text(process.began) if number == 1 else f"+ {duration_text(process.began - first)}"
+    return [
+        f"{number}",
+        [began, tag("small", process.host) if process.host and number == 1 else None],
+        duration_text(process.last_seen - process.began),
+        _origin(first_fit),
+        _steps(trained),
+        count_text(sum(fit.num_autosaves for fit in process.fits)),
+        _end(process),
+    ]
+
+
+def _origin(fit: Fit | None) -> Child:
+    if fit is None or fit.started is None:
+        return "did not come so far"
+    if fit.resumed is None:
+        return "the beginning"
+    not_exact = fit.resumed.not_exact
+    said = tag("small", _cut(f"not exact: {', '.join(not_exact)}")) if not_exact else None
+    position = _cut(fit.resumed.position)
+    return [tag("span", position, class_="firm" if len(position) <= _NUM_FIRM else None), said]
+
+
+def _restored(chapter: ChapterReport) -> Child:
+    """Say once what all that went on restored exactly."""
+    resumed = [fit.resumed for fit in chapter.chapter.fits if fit.resumed is not None]
+    texts = [text for text in (resumed[0].exact if resumed else ()) if all(text in each.exact for each in resumed)]
+    if not texts:
+        return None
+    often = "each time" if len(resumed) > 1 else ""
+    return tag("p", f"Restored exactly{' ' * bool(often)}{often}: ", ", ".join(texts), ".", class_="soft below")
+
+
+def _steps(fits: Sequence[Fit]) -> Child:
+    places = [place for fit in fits for place in (fit.place, fit.last_place) if place is not None]
+    if not places:
+        return ""
+    first, last = places[0].global_step, places[-1].global_step
+    return f"{first:,} \N{EN DASH} {last:,}" if first != last else "none"
+
+
+def _end(process: Process) -> Child:
+    text = process.fits[-1].text if process.fits else ""
+    reason = process.reason
+    if reason is None:
+        return "killed"
+    return [_cut(reason), tag("small", _cut(text)) if text and text != reason and reason != FINISHED else None]
+
+
+def _autosave_section(chapter: ChapterReport) -> Child:
+    autosaves = _autosaves(chapter)
+    if not autosaves:
+        return None
+    number = sum(autosave.number for autosave in autosaves)
+    seconds = sum(autosave.seconds for autosave in autosaves)
+    sizes = [autosave.num_bytes for autosave in autosaves if autosave.num_bytes is not None]
+    longest = max(autosave.longest for autosave in autosaves)
+    behind = sum(autosave.number for autosave in autosaves if autosave.is_behind)
+    text = f"Training waited {duration_text(seconds)} for {plural(number, 'autosave')}"
+    text += f": {duration_text(seconds / number)} each, {duration_text(longest)} at most." if number > 1 else "."
+    if sizes:
+        text += f" {size_text(sum(sizes))} were written."
+    if behind:
+        text += f" {'All' if behind == number else count_text(behind)} of them behind training."
+    return tag("section", tag("h2", "Autosaves"), tag("p", text), autosave_bars(chapter, autosaves))
+
+
+def _autosaves(chapter: ChapterReport) -> list[Autosave]:
+    return sorted(
+        chain.from_iterable(fit.autosaves for fit in chapter.chapter.fits), key=lambda autosave: autosave.time
+    )
+
+
+def _notes(chapter: ChapterReport) -> Child:
+    resumed = [fit.resumed for fit in chapter.chapter.fits if fit.resumed is not None]
+    texts = dict.fromkeys(
+        chain.from_iterable((*(f"Not exact: {text}" for text in each.not_exact), *each.notes) for each in resumed)
+    )
+    if not texts:
+        return None
+    shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]
+    if len(texts) > len(shown):
+        shown.append(f"and {len(texts) - len(shown):,} more")
+    return tag("section", tag("h2", "Notes"), tag("ul", (tag("li", text) for text in shown)))
+
+
+def _surroundings(report: RunReport, last: ChapterReport) -> Markup:
+    hosts = list(dict.fromkeys(process.host for process in last.chapter.processes if process.host))
+    ranks = list(dict.fromkeys(fit.num_ranks for fit in last.chapter.fits if fit.num_ranks is not None))
+    places = [fit.last_place for fit in last.chapter.fits if fit.last_place is not None]
+    return tag(
+        "section",
+        tag("h2", "The run"),
+        pairs(
+            ("directory", tag("code", report.path)),
+            ("last known place", _place_text(places[-1]) if places else None),
+            ("ranks", ", then ".join(map(str, ranks)) or None),
+            ("host" if len(hosts) == 1 else "hosts", _cut(", ".join(hosts)) or None),
+            ("before this", _before(report)),
+            ("report made", moment_text(report.made)),
+        ),
+    )
+
+
+def _before(report: RunReport) -> str | None:
+    texts = []
+    if report.num_chapters > len(report.chapters):
+        texts.append(
+            f"the script was run from its beginning {plural(report.num_chapters - len(report.chapters), 'time')}"
+        )
+    if report.num_forgotten:
+        texts.append(f"{plural(report.num_forgotten, 'process')} of which nothing is known any more")
+    return "; ".join(texts) or None
+
+
+def _place_text(place: Place) -> str:
+    return f"batch {place.batch:,} of epoch {place.epoch:,}, step {place.global_step:,}"
+
+
+def _span(chapter: ChapterReport) -> str:
+    began, ended = moment_text(chapter.began), moment_text(chapter.ended)
+    same_day = began[:10] == ended[:10]
+    return f"{began} to {ended[11:] if same_day else ended}"
+
+
+def _foot() -> Markup:
+    return tag(
+        "footer",
+        tag(
+            "p",
+            "Goodput is the share of the wall time in which training went forward for good. Starting, saving, "
+            "restoring, what was done again and the time without a process are not in it. A process that was killed is "
+            "taken to have ended at its last sign of life.",
+        ),
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _NUM_TEXT else f"{text[: _NUM_TEXT - 3]}..."

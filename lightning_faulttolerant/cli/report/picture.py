@@ -1,0 +1,363 @@
+"""The pictures of a run: where its time went, its progress over the wall time, and how long each autosave took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lightning_faulttolerant.cli.page import plot
+from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
+from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
+from lightning_faulttolerant.cli.page.plot import Area, Readout
+from lightning_faulttolerant.cli.page.scales import Scale, count_scale, elapsed_scale, size_scale, tick_duration
+from lightning_faulttolerant.cli.page.thinning import Point, highest
+from lightning_faulttolerant.cli.report.words import KIND_NAMES
+from lightning_faulttolerant.records.accounting import marks
+from lightning_faulttolerant.records.goodput import (
+    DOWN,
+    OUTSIDE,
+    REDONE,
+    RESTARTING,
+    RESTORING,
+    SAVING,
+    STARTING,
+    TRAINING,
+    Account,
+    ChapterReport,
+    Segment,
+)
+from lightning_faulttolerant.records.history import Autosave, Fit
+
+_KINDS = {
+    TRAINING: "good",
+    REDONE: "again",
+    SAVING: "saving",
+    RESTORING: "restoring",
+    RESTARTING: "restarting",
+    STARTING: "starting",
+    OUTSIDE: "outside",
+    DOWN: "idle",
+}
+"""The class of the style of each kind, in the order in which they are shown."""
+
+_HEAD = 16  # room for the faults above the curve
+_CURVE = 230
+_RIBBON_TOP = _HEAD + _CURVE + 20
+_RIBBON = 22
+_SAVES = 7
+_BARS = 90
+_NUM_SEGMENTS = 300  # of more, a column shows the shares of the kinds
+_NUM_SLICES = 250
+_NUM_MARKS = 60
+_NARROW = 0.003  # of all the time: autosaves shorter than this stand below the ribbon only
+_NUM_COLUMNS = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leg:
+    """What one fit of one process did, as steps of the whole run over the time since its beginning.
+
+    Args:
+        process: Its number, from 1.
+        counted: Points up to where it counts in the end.
+        again: From there to its end: done again by a later process.
+        is_new: Whether it is a fit that no process before had begun.
+    """
+
+    process: int
+    counted: tuple[Point, ...]
+    again: tuple[Point, ...]
+    is_new: bool
+
+
+def account_bar(account: Account) -> Markup:
+    """Return a bar of all the time, cut by kind, with what its colours mean.
+
+    Args:
+        account: Seconds of each kind.
+    """
+    total = account.total or 1.0
+    kinds = [(kind, getattr(account, kind)) for kind in _KINDS if getattr(account, kind) > 0]
+    bars, at = [], 0.0
+    for kind, seconds in kinds:
+        title = f"{KIND_NAMES[kind]}: {duration_text(seconds)}, {share_text(seconds / total)}"
+        bars.append(plot.bar(at / total, (at + seconds) / total, y=0, height=28, class_=_KINDS[kind], title=title))
+        at += seconds
+    name = "Where the time went: " + ", ".join(
+        f"{KIND_NAMES[kind]} {share_text(value / total)}" for kind, value in kinds
+    )
+    drawn = tag("svg", bars, role="img", aria_label=name, height=28, class_="plot flush account")
+    return tag(
+        "figure", drawn, tag("ul", (_account_entry(kind, value, total) for kind, value in kinds), class_="account")
+    )
+
+
+def _account_entry(kind: str, seconds: float, total: float) -> Markup:
+    return tag(
+        "li",
+        tag("i", class_=f"key {_KINDS[kind]}"),
+        KIND_NAMES[kind],
+        tag("b", duration_text(seconds)),
+        tag("span", share_text(seconds / total)),
+    )
+
+
+def progress(chapter: ChapterReport) -> Markup:
+    """Return the steps of a run over the wall time, above a ribbon of what each process was doing.
+
+    Args:
+        chapter: What happened.
+    """
+    scale = elapsed_scale(chapter.ended - chapter.began)
+    found = legs(chapter)
+    steps = [y for leg in found for _, y in (*leg.counted, *leg.again)]
+    has_steps = any(steps)
+    up = _CURVE if has_steps else -12
+    area = Area(x=scale, y=count_scale(0, round(max(steps, default=1))), top=_HEAD, height=_CURVE)
+    ribbon = _RIBBON_TOP - _CURVE + up
+    height = ribbon + _RIBBON + _SAVES
+    drawn = plot.chart(
+        _name(chapter),
+        plot.grid(area) if has_steps else None,
+        _faults(chapter, scale, ribbon),
+        plot.stretched(_HEAD + _CURVE, _curves(found, area)) if has_steps else None,
+        tag("g", _ribbon(chapter, scale, ribbon)),
+        _autosave_ticks(chapter, scale, ribbon + _RIBBON + 3),
+        plot.axis(scale, y=height),
+        height=height,
+        scale=scale,
+        readouts=_readouts(found, area) if has_steps else (),
+    )
+    return plot.figure(drawn, legend=_legend(chapter, found))
+
+
+def legs(chapter: ChapterReport) -> list[Leg]:
+    """Return how the steps went on in each process.
+
+    Args:
+        chapter: What happened.
+    """
+    before = _steps_before(chapter)
+    cuts = _cuts(chapter.segments)
+    seen: set[int] = set()
+    made = []
+    for index, process in enumerate(chapter.chapter.processes):
+        for fit in process.fits:
+            points = _points(fit, began=chapter.began, before=before[fit.number])
+            if not points:
+                continue
+            cut = cuts.get((index, fit.number), math.inf) - chapter.began
+            counted, again = _split(points, cut)
+            made.append(Leg(process=index + 1, counted=counted, again=again, is_new=fit.number not in seen))
+            seen.add(fit.number)
+    return made
+
+
+def _steps_before(chapter: ChapterReport) -> dict[int, int]:
+    """Return the steps of the fits before each fit of the script: each begins to count at 0."""
+    most: dict[int, int] = {}
+    for fit in chapter.chapter.fits:
+        steps = fit.last_place.global_step if fit.last_place is not None else 0
+        most[fit.number] = max(most.get(fit.number, 0), steps)
+    before, total = {}, 0
+    for number in sorted(most):
+        before[number] = total
+        total += most[number]
+    return before
+
+
+def _cuts(segments: Iterable[Segment]) -> dict[tuple[int, int | None], float]:
+    """Return from when on the training of each fit was done again."""
+    found: dict[tuple[int, int | None], float] = {}
+    for segment in segments:
+        if segment.kind == REDONE:
+            key = (segment.process, segment.fit)
+            found[key] = min(found.get(key, math.inf), segment.began)
+    return found
+
+
+def _points(fit: Fit, *, began: float, before: int) -> list[Point]:
+    known = [(time, place) for time, place in marks(fit) if time <= fit.last_seen]
+    if fit.last_place is not None and fit.started is not None:
+        known.append((fit.last_seen, fit.last_place))
+    known.sort(key=lambda each: each[0])
+    return [(time - began, float(before + place.global_step)) for time, place in known]
+
+
+def _split(points: list[Point], cut: float) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Return the points up to a time and those from it on, both with the point at it."""
+    index = next((number for number, (x, _) in enumerate(points) if x > cut), None)
+    if index is None:
+        return tuple(points), ()
+    if index == 0:
+        return (), tuple(points)
+    (left, low), (right, high) = points[index - 1], points[index]
+    middle = (cut, low + (high - low) * (cut - left) / (right - left))
+    return (*points[:index], middle), (middle, *points[index:])
+
+
+def _curves(found: Sequence[Leg], area: Area) -> list[Markup]:
+    falls: list[Point] = []
+    for earlier, later in pairwise(found):
+        (left, high), (right, low) = (earlier.again or earlier.counted)[-1], (later.counted or later.again)[0]
+        falls += [(left, high), (left, low), (right, low), (math.nan, math.nan)]
+    good = [point for leg in found for point in (*leg.counted, (math.nan, math.nan))]
+    again = [point for leg in found for point in (*leg.again, (math.nan, math.nan))]
+    return [
+        plot.curve(area, falls, class_="dashed quiet"),
+        plot.curve(area, again, class_="firm again"),
+        plot.curve(area, good, class_="firm good"),
+    ]
+
+
+def _faults(chapter: ChapterReport, scale: Scale, foot: float) -> Child:
+    ended = [(scale.place(process.last_seen - chapter.began), process) for process in chapter.chapter.processes[:-1]]
+    if len(ended) > _NUM_MARKS:
+        return plot.ticks([place for place, _ in ended], y=0, height=_HEAD - 6, class_="thin fault")
+    return [
+        plot.mark(
+            place, y=_HEAD - 4, foot=foot, class_="fault", title=f"process {number} ended: {process.reason or 'killed'}"
+        )
+        for number, (place, process) in enumerate(ended, 1)
+    ]
+
+
+def _ribbon(chapter: ChapterReport, scale: Scale, top: float) -> Child:
+    segments = without_narrow(chapter.segments)
+    if len(segments) > _NUM_SEGMENTS:
+        return _columns(chapter, top)
+    return [
+        plot.bar(
+            scale.place(segment.began - chapter.began),
+            scale.place(segment.ended - chapter.began),
+            y=top,
+            height=_RIBBON,
+            class_=_KINDS[segment.kind],
+            title=f"process {segment.process + 1}: {KIND_NAMES[segment.kind]}, {duration_text(segment.seconds)}",
+        )
+        for segment in segments
+    ]
+
+
+def _columns(chapter: ChapterReport, top: float) -> Markup:
+    """Return a ribbon of columns, in each of which every kind is as high as its share of that time."""
+    width = plot.WIDTH / _NUM_SLICES
+    lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for number, slice_ in enumerate(slices(chapter.segments, number=_NUM_SLICES)):
+        foot = top + _RIBBON
+        for kind in _KINDS:
+            height = _RIBBON * slice_.get(kind, 0.0)
+            if height > 0:
+                lines[kind].append(f"M{number * width:g} {foot:.2f}h{width:g}v{-height:.2f}h{-width:g}z")
+                foot -= height
+    drawn = (tag("path", d="".join(line), class_=f"area {_KINDS[kind]}") for kind, line in lines.items() if line)
+    return plot.stretched(round(top) + _RIBBON, drawn)
+
+
+def slices(segments: Sequence[Segment], *, number: int) -> list[dict[str, float]]:
+    """Return, for slices of the time that are equally long, the share of each kind.
+
+    Args:
+        segments: In the order of time, without gaps.
+        number: How many slices.
+    """
+    began = segments[0].began
+    width = (segments[-1].ended - began) / number
+    made: list[dict[str, float]] = [{} for _ in range(number)]
+    for segment in segments:
+        first, last = (min(int((time - began) / width), number - 1) for time in (segment.began, segment.ended))
+        for index in range(first, last + 1):
+            end = segment.ended if index == last else began + (index + 1) * width
+            begin = segment.began if index == first else began + index * width
+            made[index][segment.kind] = made[index].get(segment.kind, 0.0) + (end - begin) / width
+    return made
+
+
+def without_narrow(segments: Sequence[Segment]) -> list[Segment]:
+    """Return segments in which an autosave too short to be seen belongs to what is around it.
+
+    Args:
+        segments: In the order of time, without gaps.
+    """
+    narrow = _NARROW * (segments[-1].ended - segments[0].began)
+    made: list[Segment] = []
+    for segment in segments:
+        before = made[-1] if made else None
+        is_narrow = segment.kind == SAVING and segment.seconds < narrow
+        goes_on = before is not None and before.process == segment.process and before.fit == segment.fit
+        if before is not None and goes_on and (is_narrow or before.kind == segment.kind):
+            made[-1] = replace(before, ended=segment.ended)
+        else:
+            made.append(segment)
+    return made
+
+
+def _autosave_ticks(chapter: ChapterReport, scale: Scale, top: float) -> Markup:
+    autosaves = (autosave for fit in chapter.chapter.fits for autosave in fit.autosaves)
+    places = [scale.place(autosave.time - chapter.began) for autosave in autosaves]
+    return plot.ticks(places, y=top, height=_SAVES - 2, class_="thin saving")
+
+
+def autosave_bars(chapter: ChapterReport, autosaves: Sequence[Autosave]) -> Markup:
+    """Return how long training waited for each autosave, over the wall time.
+
+    Args:
+        chapter: What happened.
+        autosaves: All of it, in the order of time.
+    """
+    scale = elapsed_scale(chapter.ended - chapter.began)
+    points = [(autosave.time - chapter.began, autosave.longest) for autosave in autosaves]
+    y = size_scale(max(seconds for _, seconds in points), text=tick_duration)
+    area = Area(x=scale, y=y, height=_BARS, top=6)
+    foot = area.top + area.height
+    shown = highest(points, num_columns=_NUM_COLUMNS)
+    line = "".join(f"M{plot.WIDTH * scale.place(x):.1f} {foot}V{area.down(seconds)}" for x, seconds in shown)
+    drawn = plot.chart(
+        f"Seconds that training waited for each of {plural(len(points), 'autosave')}",
+        plot.grid(area),
+        plot.stretched(foot, tag("path", d=line, class_="curve stem saving")),
+        plot.axis(scale, y=foot),
+        height=foot,
+        scale=scale,
+        readouts=[
+            Readout(x=x, text=f"{duration_text(seconds)}, after {duration_text(x)}", ys=(area.down(seconds),))
+            for x, seconds in shown
+        ],
+    )
+    caption = "how long training waited for each"
+    return plot.figure(
+        drawn, caption=caption if len(shown) == len(points) else f"{caption}; of many at once, the longest"
+    )
+
+
+def _legend(chapter: ChapterReport, found: Sequence[Leg]) -> Markup:
+    entries = []
+    if any(y for leg in found for _, y in leg.counted):
+        entries.append(("line good", "steps that count"))
+    if any(leg.again for leg in found):
+        entries.append(("line again", "done again"))
+    num_ended = len(chapter.chapter.processes) - 1
+    if num_ended:
+        entries.append(("tip fault" if num_ended <= _NUM_MARKS else "stem fault", "a process ended"))
+    if any(fit.autosaves for fit in chapter.chapter.fits):
+        entries.append(("stem saving", "autosave"))
+    return plot.legend(*entries)
+
+
+def _readouts(found: Sequence[Leg], area: Area) -> list[Readout]:
+    points = [(leg.process, x, y) for leg in found for x, y in (*leg.counted, *leg.again[1:])]
+    return [
+        Readout(
+            x=x,
+            text=f"after {duration_text(x)}   process {process}   step {count_text(round(y))}",
+            ys=(area.down(y),),
+        )
+        for process, x, y in sorted(points, key=lambda each: each[1])
+    ]
+
+
+def _name(chapter: ChapterReport) -> str:
+    processes = plural(len(chapter.chapter.processes), "process")
+    return f"Optimizer steps over {duration_text(chapter.ended - chapter.began)} in {processes}"

@@ -1,0 +1,18 @@
+"""The sampler of a loader, and what it is called where loaders are compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+def sampler_name(loader: DataLoader[Any]) -> str:
+    """Return the classes of the batch sampler and of the sampler of a loader."""
+    batch_sampler = type(loader.batch_sampler).__name__ if loader.batch_sampler is not None else "no batching"
+    return f"{batch_sampler} over {type(inner_sampler(loader)).__name__}"
+
+
+def inner_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that a loader's batches are made of."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)

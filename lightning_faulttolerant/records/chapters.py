@@ -1,0 +1,243 @@
+"""The lines of a history, read into chapters, processes and fits. Whatever is not as it should be counts as not there.
+
+Times never go back in what is made of them: where the clock of another machine is behind, a line counts as written when
+the one before it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_faulttolerant.records.history import (
+    ALIVE,
+    AUTOSAVE,
+    AUTOSAVES,
+    BEGIN,
+    DONE,
+    END,
+    SHORTENED,
+    START,
+    Autosave,
+    Chapter,
+    Fit,
+    History,
+    Place,
+    Process,
+    Resumed,
+)
+from lightning_faulttolerant.records.lines import Line
+
+_MAX_NUMBER = 1e15
+_MAX_TIME = 2.5e11  # what lies behind the year 9892 is no time that could be shown
+
+
+def history_of(lines: Iterable[Line]) -> History:
+    """Return what the lines of a history tell.
+
+    A chapter ends with the script, or where a start does not go on although there was an autosave to go on from.
+
+    Args:
+        lines: Of one file, in their order.
+    """
+    reader = _Reader()
+    for line in lines:
+        reader.read(line)
+    chapters = tuple(chapter.made() for chapter in reader.chapters if chapter.processes)
+    return History(chapters=chapters, num_forgotten=reader.num_forgotten)
+
+
+def place_of(line: Any) -> Place | None:
+    """Return the place that a line names, ``None`` if it names none.
+
+    Args:
+        line: What JSON has given.
+    """
+    if not isinstance(line, dict):
+        return None
+    epoch, batch, step = (_whole(line.get(name)) for name in ("epoch", "batch", "global_step"))
+    if epoch is None or batch is None or step is None:
+        return None
+    return Place(epoch=epoch, batch=batch, global_step=step)
+
+
+@dataclass(slots=True)
+class _Fit:
+    number: int
+    began: float
+    last_seen: float
+    known: dict[str, Any] = field(default_factory=dict)
+    autosaves: list[Autosave] = field(default_factory=list)
+    alive: list[tuple[float, Place]] = field(default_factory=list)
+
+    def made(self) -> Fit:
+        return Fit(
+            number=self.number,
+            began=self.began,
+            last_seen=self.last_seen,
+            autosaves=tuple(self.autosaves),
+            alive=tuple(self.alive),
+            **self.known,
+        )
+
+
+@dataclass(slots=True)
+class _Process:
+    token: str | None
+    began: float
+    pid: int | None = None
+    host: str = ""
+    fits: list[_Fit] = field(default_factory=list)
+
+    def made(self) -> Process:
+        return Process(began=self.began, pid=self.pid, host=self.host, fits=tuple(fit.made() for fit in self.fits))
+
+
+@dataclass(slots=True)
+class _Chapter:
+    processes: list[_Process] = field(default_factory=list)
+    done: float | None = None
+
+    def made(self) -> Chapter:
+        return Chapter(processes=tuple(process.made() for process in self.processes), done=self.done)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.chapters = [_Chapter()]
+        self.num_forgotten = 0
+        self._now = -math.inf
+
+    def read(self, line: Line) -> None:
+        time = _time(line.get("time"))
+        if time is None:
+            return
+        event = line.get("event")
+        if event == SHORTENED:
+            self.num_forgotten += _whole(line.get("number")) or 0
+            return
+        if event == DONE:
+            if self._processes:
+                self.chapters[-1].done = self._now = max(time, self._now)
+            return
+        number = _whole(line.get("fit"))
+        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, ALIVE, END):
+            return
+        before, self._now = self._now, max(time, self._now)
+        if event == BEGIN:
+            self._begin(line, number, before)
+            return
+        fit = self._fit(number)
+        if event == START:
+            self._start(fit, line)
+        elif event in (AUTOSAVE, AUTOSAVES):
+            fit.autosaves.append(_autosave(line, self._now, lowest=fit.began))
+        place = place_of(line)
+        if place is not None:
+            fit.known["last_place"] = place
+            if event == ALIVE:
+                fit.alive.append((self._now, place))
+        if event == END:
+            fit.known.update(reason=_text(line, "reason") or "?", text=_text(line, "text"))
+            fit.known["saved"] = place_of(line.get("saved"))
+        fit.last_seen = self._now
+
+    @property
+    def _processes(self) -> list[_Process]:
+        return self.chapters[-1].processes
+
+    def _add_process(self, process: _Process) -> None:
+        if self.chapters[-1].done is not None:
+            self.chapters.append(_Chapter())
+        self._processes.append(process)
+
+    def _begin(self, line: Line, number: int, before: float) -> None:
+        token = _text(line, "process")
+        is_same = bool(self._processes) and self._processes[-1].token == token and self.chapters[-1].done is None
+        if not is_same:
+            told = _time(line.get("process_began"))
+            began = min(self._now if told is None else max(told, before), self._now)
+            self._add_process(_Process(token=token, began=began, pid=_whole(line.get("pid")), host=_text(line, "host")))
+        self._processes[-1].fits.append(_Fit(number=number, began=self._now, last_seen=self._now))
+
+    def _fit(self, number: int) -> _Fit:
+        """Return the fit that a line belongs to; where its beginning was torn, what began is not known."""
+        if not self._processes or self.chapters[-1].done is not None:
+            self._add_process(_Process(token=None, began=self._now))
+        fits = self._processes[-1].fits
+        if not fits or fits[-1].number != number:
+            fits.append(_Fit(number=number, began=self._now, last_seen=self._now))
+        return fits[-1]
+
+    def _start(self, fit: _Fit, line: Line) -> None:
+        resumed = line.get("resumed")
+        continues = line.get("continues") is not False and isinstance(resumed, dict)
+        if not continues and fit.number == 1 and len(self._processes[-1].fits) == 1:
+            self._start_over()
+        fit.known.update(started=self._now, num_ranks=_whole(line.get("num_ranks")), place=place_of(line))
+        if isinstance(resumed, dict):
+            fit.known["resumed"] = Resumed(
+                path=_text(resumed, "path"),
+                position=_text(resumed, "position"),
+                seconds=max(_number(resumed.get("seconds")) or 0.0, 0.0),
+                exact=_texts(resumed, "exact"),
+                not_exact=_texts(resumed, "not_exact"),
+                notes=_texts(resumed, "notes"),
+                continues=continues,
+            )
+
+    def _start_over(self) -> None:
+        """Let the last process begin a new chapter, if those before it have left what it could have gone on from."""
+        *earlier, last = self._processes
+        if any(fit.autosaves for process in earlier for fit in process.fits if fit.number == 1):
+            self._processes.pop()
+            self.chapters.append(_Chapter(processes=[last]))
+
+
+def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
+    seconds = max(_number(line.get("seconds")) or 0.0, 0.0)
+    if line.get("event") == AUTOSAVES:
+        longest = line.get("longest")
+        longest = longest if isinstance(longest, dict) else {}
+        number = max(_whole(line.get("number")) or 1, 1)
+        taken, place = _number(line.get("since")), place_of(longest)
+        most = max(_number(longest.get("seconds")) or 0.0, 0.0)
+    else:
+        number, taken, place, most = 1, _number(line.get("taken")), place_of(line), seconds
+    return Autosave(
+        time=now,
+        taken=min(max(now - seconds if taken is None else taken, lowest), now),
+        place=place,
+        seconds=seconds,
+        num_bytes=_whole(line.get("bytes")),
+        is_behind=line.get("behind") is True,
+        name=_text(line, "name"),
+        number=number,
+        longest=most,
+    )
+
+
+def _number(value: Any) -> float | None:
+    is_one = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
+    return float(value) if is_one else None
+
+
+def _time(value: Any) -> float | None:
+    found = _number(value)
+    return found if found is not None and 0 <= found < _MAX_TIME else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < _MAX_NUMBER else None
+
+
+def _text(line: Line, name: str) -> str:
+    found = line.get(name)
+    return found if isinstance(found, str) else ""
+
+
+def _texts(line: Line, name: str) -> tuple[str, ...]:
+    found = line.get(name)
+    return tuple(text for text in found if isinstance(text, str)) if isinstance(found, list) else ()

@@ -1,0 +1,170 @@
+"""Shorten the lines of a history that has become long; what is left tells the same of the time, where that can be.
+
+First the marks of life go that tell nothing any more, and older autosaves are put together into sums: the account of a
+chapter stays what it was. Where that is not enough, as in a loop of crashes, the oldest processes are forgotten, and a
+line at the front says how many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from lightning_faulttolerant.records.chapters import place_of
+from lightning_faulttolerant.records.history import (
+    ALIVE,
+    AUTOSAVE,
+    AUTOSAVES,
+    BEGIN,
+    SHORTENED,
+    START,
+    name_of,
+)
+from lightning_faulttolerant.records.lines import Line
+
+NUM_KEPT_AUTOSAVES = 200
+_MARK_BYTES = 150
+_IN_SUM = ("epoch", "batch", "global_step", "seconds", "time")
+
+
+def text_of(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return lines as the content of a file.
+
+    Args:
+        lines: What JSON can hold.
+    """
+    return b"".join(json.dumps(line, sort_keys=True).encode() + b"\n" for line in lines)
+
+
+def shortened(lines: Sequence[Line], *, max_bytes: int, num_kept: int = NUM_KEPT_AUTOSAVES) -> list[Line]:
+    """Return lines that tell the same in fewer words.
+
+    Args:
+        lines: Of a whole file.
+        max_bytes: What is longer when all sums are made is shortened by whole processes, but for the last one.
+        num_kept: How many of the newest autosaves are kept as they are.
+    """
+    kept = list(_summed(lines, _needed(lines, num_kept)))
+    return _forgotten(kept, max_bytes) if len(text_of(kept)) > max_bytes else kept
+
+
+def _needed(lines: Sequence[Line], num_kept: int) -> set[int]:
+    """Return which of the marks and autosaves are kept as they are."""
+    autosaves = [index for index, line in enumerate(lines) if line.get("event") == AUTOSAVE]
+    needed = set(autosaves[-num_kept:]) if num_kept else set()
+    for index, line in enumerate(lines):  # the last of each fit
+        following = lines[index + 1] if index + 1 < len(lines) else {"event": BEGIN}
+        if following.get("event") == BEGIN or following.get("fit") != line.get("fit"):
+            needed.add(index)
+    by_name: dict[tuple[Any, Any], int] = {}
+    marks: dict[Any, _Marks] = {}
+    for index, line in enumerate(lines):
+        fit, resumed = line.get("fit"), line.get("resumed")
+        if line.get("event") == AUTOSAVE:
+            by_name[fit, line.get("name")] = index
+        if line.get("event") in (ALIVE, AUTOSAVE):
+            marks.setdefault(fit, _Marks()).add(index, line)
+        elif line.get("event") == START and isinstance(resumed, dict):
+            # Of another chapter the autosave does not count, but the mark does: both are kept.
+            saved = by_name.get((fit, name_of(str(resumed.get("path")))))
+            known = marks[fit].last_before(line) if fit in marks else None
+            needed.update(found for found in (saved, known) if found is not None)
+    return needed
+
+
+class _Marks:
+    """The times and places of a fit so far, but for those that a later one has made useless by going back."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, tuple[int, int], int]] = []
+
+    def add(self, index: int, line: Line) -> None:
+        place, time = place_of(line), _number(line, "taken") or _number(line, "time")
+        if place is None:
+            return
+        own = (place.epoch, place.batch)
+        while self._marks and self._marks[-1][1] >= own and self._marks[-1][0] <= time:
+            self._marks.pop()
+        self._marks.append((time, own, index))
+
+    def last_before(self, start: Line) -> int | None:
+        """Return the mark by which it is known when the run was where a start goes on, if there is any."""
+        place = place_of(start)
+        if place is None:
+            return None
+        own = (place.epoch, place.batch)
+        return max((mark for mark in self._marks if mark[1] <= own), key=_time_and_index, default=(0.0, own, None))[2]
+
+
+def _time_and_index(mark: tuple[float, tuple[int, int], int | None]) -> tuple[float, int]:
+    return mark[0], mark[2] or 0
+
+
+def _summed(lines: Sequence[Line], needed: set[int]) -> Iterator[Line]:
+    """Leave out what is not needed, but for the sums of autosaves that stand together."""
+    together: Line | None = None
+    for index, line in enumerate(lines):
+        event = line.get("event")
+        if index not in needed and event == ALIVE:
+            continue
+        if index not in needed and event in (AUTOSAVE, AUTOSAVES):
+            together = _sum(together, line)
+            continue
+        if together is not None:
+            yield together
+            together = None
+        yield line
+    if together is not None:
+        yield together
+
+
+def _sum(one: Line | None, other: Line) -> Line:
+    if other.get("event") == AUTOSAVE:
+        longest = {name: other[name] for name in _IN_SUM if name in other}
+        other = {
+            "event": AUTOSAVES,
+            "fit": other.get("fit"),
+            "time": other.get("time"),
+            "since": other.get("taken", other.get("time")),
+            "number": 1,
+            "seconds": _number(other, "seconds"),
+            "bytes": _number(other, "bytes"),
+            "longest": longest,
+        }
+    if one is None:
+        return other
+    sums = {name: _number(one, name) + _number(other, name) for name in ("number", "seconds", "bytes")}
+    candidates = [line["longest"] for line in (one, other) if isinstance(line.get("longest"), dict)]
+    longest = max(candidates, key=lambda line: _number(line, "seconds"), default={})
+    return {**other, **sums, "since": one.get("since"), "longest": longest}
+
+
+def _number(line: Line, name: str) -> Any:
+    found = line.get(name)
+    return found if isinstance(found, (int, float)) else 0
+
+
+def _forgotten(lines: list[Line], max_bytes: int) -> list[Line]:
+    """Leave the oldest processes out, so that half of the room is free again; the last one stays in any case."""
+    starts = _starts(lines)
+    if len(starts) < 2:
+        return lines
+    ends = list(accumulate((len(text_of([line])) for line in lines), initial=0))
+    fits = (
+        number for number in range(1, len(starts)) if ends[-1] - ends[starts[number]] <= max_bytes / 2 - _MARK_BYTES
+    )
+    number = next(fits, len(starts) - 1)
+    gone, left = lines[: starts[number]], lines[starts[number] :]
+    earlier = [line for line in gone if line.get("event") == SHORTENED]
+    since = earlier[0].get("since") if earlier else gone[0].get("time")
+    num_gone = number + sum(_number(line, "number") for line in earlier)
+    return [{"event": SHORTENED, "number": num_gone, "since": since, "time": gone[-1].get("time")}, *left]
+
+
+def _starts(lines: Sequence[Line]) -> list[int]:
+    """Return where the processes begin."""
+    begins = [index for index, line in enumerate(lines) if line.get("event") == BEGIN]
+    tokens = [lines[index].get("process") for index in begins]
+    return [index for index, token, before in zip(begins, tokens, [object(), *tokens], strict=False) if token != before]

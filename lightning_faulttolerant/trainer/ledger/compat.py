@@ -1,0 +1,71 @@
+"""The private names of Lightning's that a ledger reads by, checked on 2.5.6 to 2.6.6.
+
+`SEAMS` lists them for the contract test, with what breaks without each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+
+SEAMS = {
+    "trainer._logger_connector.on_batch_start": "the contents of batches, and the generators before their steps",
+    "trainer._logger_connector.on_batch_end": "faults that a drill makes at the end of a batch",
+    "trainer._logger_connector.log_metrics": "values given to the loggers",
+    "trainer._logger_connector.log_eval_end_metrics": "the results of validation runs",
+    "trainer._logger_connector._first_loop_iter": "telling values of an epoch from those of a batch",
+    "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step of values given to the loggers",
+    "trainer.fit_loop._data_fetcher": "the contents of batches that a step fetches by itself",
+}
+
+
+def logger_connector(trainer: Trainer) -> Any:
+    """Return what is told of each batch, of training and of validation, and what gives values to the loggers."""
+    return trainer._logger_connector
+
+
+def is_behind_the_batches(trainer: Trainer) -> bool:
+    """Return whether what is logged now is of a whole epoch or validation run, rather than of a batch."""
+    return trainer._logger_connector._first_loop_iter is None
+
+
+@contextlib.contextmanager
+def fetches_seen(trainer: Trainer, seen: Callable[[Any], None]) -> Iterator[None]:
+    """Let `seen` have each batch meanwhile that a ``training_step`` with a ``dataloader_iter`` fetches by itself."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if not isinstance(fetcher, _DataLoaderIterDataFetcher) or fetcher.iterator is None:
+        yield
+        return
+    fetched = fetcher.iterator
+    fetcher.iterator = _Seen(fetched, seen)
+    try:
+        yield
+    finally:
+        fetcher.iterator = fetched
+
+
+class _Seen(Iterator[Any]):
+    def __init__(self, fetched: Iterator[Any], seen: Callable[[Any], None]) -> None:
+        self._fetched = fetched
+        self._seen = seen
+
+    def __next__(self) -> Any:
+        item = next(self._fetched)
+        self._seen(item[0])  # the batch, its number and that of its loader
+        return item
+
+
+def as_logged(trainer: Trainer, metrics: Mapping[str, Any], step: int | None) -> tuple[int | None, dict[str, Any]]:
+    """Return the step and the values that loggers get of `metrics`; they get them only where there are loggers."""
+    values = dict(metrics)
+    if step is None:
+        own = values.pop("step", None)
+        if own is not None:
+            return int(own), values
+        values.setdefault("epoch", trainer.current_epoch)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step, values

@@ -1,0 +1,285 @@
+"""Writes the ledger of one fit. It looks on only: it draws nothing, keeps nothing and is no hook of anybody's.
+
+What the lines hold is said in `lightning_faulttolerant.records.ledger`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.records import ledger as kinds
+from lightning_faulttolerant.records.lines import LineFile
+from lightning_faulttolerant.state.rng import rng_state
+from lightning_faulttolerant.trainer.compat import BEFORE_FETCH, num_completed, step_fetches
+from lightning_faulttolerant.trainer.ledger.compat import (
+    as_logged,
+    fetches_seen,
+    is_behind_the_batches,
+    logger_connector,
+)
+from lightning_faulttolerant.trainer.ledger.digests import (
+    Digest,
+    digest,
+    exact,
+    exact_metrics,
+    learning_rates,
+    optimizers_digest,
+    weights_digest,
+)
+from lightning_faulttolerant.trainer.ledger.order import Order
+from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.session import Session
+from lightning_faulttolerant.trainer.surroundings import surroundings
+
+Method = Callable[..., Any]
+
+
+class FitLedger:
+    """Writes what one fit does.
+
+    Args:
+        trainer: Whose fit it is.
+        file: Where to.
+        number: Of the fit in its script, from 1.
+        session: The fit's; ``None`` where fault tolerance is switched off.
+        patches: Takes the seams.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        file: LineFile,
+        *,
+        number: int,
+        session: Session | None,
+        patches: Patches,
+    ) -> None:
+        self._trainer = trainer
+        self._file = file
+        self._number = number
+        self._session = session
+        self._order = None if session is None else Order(trainer, session.loaders)
+        self._has_begun = self._has_told_resume = self._is_listening = self._is_logging = False
+        self._batch: dict[str, Any] = {}
+        self._place = (0, 0)  # the epoch, and how many of its batches were begun
+        self._validated = Digest()
+        if session is not None:
+            session.on_saved.append(self._autosaved)
+        self._patches = patches
+
+    def take_seams(self) -> None:
+        """Write from now on."""
+        trainer, patches = self._trainer, self._patches
+        connector, epoch_loop = logger_connector(trainer), trainer.fit_loop.epoch_loop
+        patches.wrap(trainer.fit_loop, "reset", self._wrap_reset)
+        patches.wrap(trainer.fit_loop, "on_run_start", self._wrap_run_start)
+        if self._order is not None:
+            patches.wrap(epoch_loop, BEFORE_FETCH, self._wrap_before_fetch)
+        patches.wrap(connector, "on_batch_start", self._wrap_batch_start)
+        patches.wrap(connector, "log_metrics", self._wrap_log)
+        patches.wrap(connector, "log_eval_end_metrics", self._wrap_validation_end)
+        patches.wrap(epoch_loop.automatic_optimization, "run", self._wrap_step)
+        patches.wrap(epoch_loop.manual_optimization, "run", self._wrap_step)
+        for logger in trainer.loggers:
+            patches.wrap(logger, "log_metrics", partial(self._wrap_logger, logger))
+
+    def _autosaved(self, position: Position, path: str) -> None:
+        """Write that an autosave is written and verified."""
+        self._write(kinds.AUTOSAVE, epoch=position.epoch, batch=position.batch, text=str(position), path=path)
+
+    def end(self) -> None:
+        """Write what the fit leaves behind."""
+        trainer = self._trainer
+        metrics = logger_connector_state(trainer)["metrics"]["callback"]  # the property would compute, and change it
+        self._write(
+            kinds.END,
+            weights=weights_digest(trainer),
+            optimizers=optimizers_digest(trainer),
+            metrics={name: exact(value) for name, value in sorted(metrics.items())},
+            rng=digest(rng_state()),
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: str, **values: Any) -> None:
+        if not self._has_begun:
+            self._begin()
+        if not self._has_told_resume:
+            self._tell_resume()
+        self._append(event, values)
+
+    def _append(self, event: str, values: dict[str, Any]) -> None:
+        try:
+            self._file.append({"event": event, "fit": self._number, "time": time.time(), **values})
+        except OSError as error:
+            raise LedgerError(
+                f"A line could not be added to the ledger: {error}. What it lacks could not be compared. Make room, or"
+                " run without a ledger."
+            ) from error
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        trainer = self._trainer
+        num_batches = trainer.num_training_batches
+        values = {
+            "pid": os.getpid(),
+            "rank": trainer.global_rank,
+            "num_ranks": trainer.world_size,
+            "num_batches": None if num_batches == float("inf") else int(num_batches),
+            "max_epochs": trainer.max_epochs,
+            "surroundings": surroundings(trainer),
+        }
+        self._append(kinds.FIT, values)
+
+    def _tell_resume(self) -> None:
+        report = None if self._session is None else self._session.report
+        if report is None:
+            return
+        self._has_told_resume = True
+        if not self._batch:
+            self._place = (report.epoch, report.batch)
+        place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
+        exactness = {"exact": report.is_exact, "not_exact": list(report.not_exact)}
+        self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
+
+    # What the seams do.
+
+    def _wrap_reset(self, original: Method) -> Method:
+        def reset() -> None:
+            original()
+            if not self._has_begun:
+                self._begin()
+
+        return reset
+
+    def _wrap_run_start(self, original: Method) -> Method:
+        def on_run_start(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            self._is_listening = True  # what is logged at the start of a fit is logged again at each start
+
+        return on_run_start
+
+    def _wrap_before_fetch(self, original: Method) -> Method:
+        assert self._order is not None
+        order = self._order
+
+        def before_fetch() -> None:
+            order.before_fetch()
+            original()
+
+        return before_fetch
+
+    def _wrap_batch_start(self, original: Method) -> Method:
+        def on_batch_start(batch: Any, *args: Any, **kwargs: Any) -> None:
+            if self._trainer.training:
+                self._batch = self._known_of(batch)
+                self._place = (self._trainer.current_epoch, num_completed(self._trainer) + 1)
+            elif self._trainer.validating:
+                self._validated.feed(batch)
+            original(batch, *args, **kwargs)
+
+        return on_batch_start
+
+    def _known_of(self, batch: Any) -> dict[str, Any]:
+        known: dict[str, Any] = {"order": None, "content": None, "rng": digest(rng_state())}
+        if not step_fetches(self._trainer):  # else Lightning gives the batch of the step before
+            known["content"] = digest(batch)
+            known["order"] = None if self._order is None else self._order.of_batch()
+        return known
+
+    def _wrap_step(self, original: Method) -> Method:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if step_fetches(self._trainer):
+                outcome = self._run_fetching(original, *args, **kwargs)
+            else:
+                outcome = original(*args, **kwargs)
+            self._write(
+                kinds.BATCH,
+                epoch=self._trainer.current_epoch,
+                batch=num_completed(self._trainer),
+                **self._batch,
+                loss=exact(outcome.get("loss")),
+                learning_rates=learning_rates(self._trainer),
+            )
+            return outcome
+
+        return run
+
+    def _run_fetching(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        """Run a step that fetches its batches by itself, and note all of them."""
+        contents, orders = Digest(), []
+
+        def seen(batch: Any) -> None:
+            contents.feed(batch)
+            orders.append(None if self._order is None else self._order.of_batch())
+
+        with fetches_seen(self._trainer, seen):
+            outcome = original(*args, **kwargs)
+        self._batch["content"] = contents.text()
+        self._batch["order"] = None if None in orders else digest(orders)
+        return outcome
+
+    def _wrap_validation_end(self, original: Method) -> Method:
+        def log_eval_end_metrics(metrics: Any) -> None:
+            if not self._trainer.sanity_checking:
+                self._write(
+                    kinds.VALIDATED,
+                    epoch=self._trainer.current_epoch,
+                    batch=num_completed(self._trainer),
+                    content=self._validated.text(),
+                    metrics={name: exact(value) for name, value in sorted(metrics.items())},
+                )
+                self._validated = Digest()
+            original(metrics)
+
+        return log_eval_end_metrics
+
+    def _wrap_log(self, original: Method) -> Method:
+        def log_metrics(metrics: Any, step: int | None = None) -> None:
+            trainer = self._trainer
+            if metrics and not trainer.sanity_checking:
+                self._log(*as_logged(trainer, metrics, step), closes_epoch=is_behind_the_batches(trainer))
+            self._is_logging = True
+            try:
+                original(metrics, step=step)
+            finally:
+                self._is_logging = False
+
+        return log_metrics
+
+    def _wrap_logger(self, logger: Any, original: Method) -> Method:
+        def log_metrics(*args: Any, **kwargs: Any) -> Any:
+            if self._is_listening and not self._is_logging and not self._trainer.sanity_checking:
+                metrics = args[0] if args else kwargs.get("metrics")
+                step = args[1] if len(args) > 1 else kwargs.get("step")
+                self._log(exact(step), metrics, logger=type(logger).__name__)
+            return original(*args, **kwargs)  # as they are: a logger may want them by name only
+
+        return log_metrics
+
+    def _log(self, step: Any, metrics: Any, *, closes_epoch: bool = False, logger: str | None = None) -> None:
+        validating = self._trainer.validating
+        if not self._has_told_resume:
+            self._tell_resume()
+        epoch, batch = self._place
+        self._write(
+            kinds.LOG,
+            epoch=epoch,
+            batch=batch,
+            step=step,
+            metrics=exact_metrics(metrics),
+            validating=validating,
+            epoch_end=closes_epoch and not validating,
+            logger=logger,
+        )

@@ -1,0 +1,120 @@
+"""What of a ledger belongs to one fit: opened when the fit is set up, closed when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.errors import LedgerError
+from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
+from lightning_faulttolerant.records.lines import LineFile
+from lightning_faulttolerant.trainer import compat, under_way
+from lightning_faulttolerant.trainer.launched import Script
+from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
+from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
+from lightning_faulttolerant.trainer.options import Options, checked_ledger
+from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.session import Session
+
+_num_fits: dict[int, int] = {}  # by process
+
+
+def path_of(options: Options) -> str | None:
+    """Return where the ledger is asked for: by the callback's argument, else by the environment; ``None`` if not.
+
+    Raises:
+        ValueError: If it is a URL.
+    """
+    return options.ledger or checked_ledger(os.environ.get(LEDGER_VARIABLE) or None)
+
+
+class OpenLedger:
+    """The ledger of one fit, if it is asked for, and the fault that a drill makes in it.
+
+    Args:
+        trainer: Whose fit it is.
+        options: The callback's.
+        session: The fit's; ``None`` where the environment has switched it off.
+
+    Raises:
+        LedgerError: If the file can't be written.
+        ValueError: If the environment names no file, or no place of a fault, where it is to.
+    """
+
+    def __init__(self, trainer: Trainer, options: Options, session: Session | None) -> None:
+        self._trainer = trainer
+        number = _next_number(options.script)
+        fault = read_fault()
+        self._patches = Patches()
+        self._begin: list[Callable[[], None]] = []
+        self._ledger: FitLedger | None = None
+        path = path_of(options)
+        if path is not None:
+            file = _opened(path_of_rank(path, trainer.global_rank))
+            self._ledger = FitLedger(trainer, file, number=number, session=session, patches=self._patches)
+            self._begin.append(self._ledger.take_seams)
+        if fault is not None and fault.fit == number:
+            self._begin.append(partial(Fault(trainer, fault).take_seams, self._patches))
+        if self._begin:
+            self._patches.wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_begin)
+
+    def _wrap_begin(self, original: Callable[[], None]) -> Callable[[], None]:
+        def register_signal_handlers() -> None:
+            original()
+            # The fit's real work begins: what a finder has trained before, in on_fit_start, is none of it.
+            while self._begin:
+                self._begin.pop(0)()
+
+        return register_signal_handlers
+
+    def is_of(self, trainer: Trainer) -> bool:
+        """Return whether this is the ledger of a fit of `trainer`."""
+        return self._trainer is trainer
+
+    @contextlib.contextmanager
+    def ended(self, *, finished: bool) -> Iterator[None]:
+        """Close it behind what ends the fit meanwhile.
+
+        Args:
+            finished: Whether the fit came to its end.
+        """
+        self._patches.undo()  # they lie over the session's
+        try:
+            yield
+            if finished and self._ledger is not None:
+                self._ledger.end()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave nothing behind. May be called twice."""
+        self._patches.undo()
+        if self._ledger is not None:
+            self._ledger.close()
+            self._ledger = None
+
+
+def begins_while_off(trainer: Trainer) -> bool:
+    """Return whether a ledger of this fit is to be written although the environment switches fault tolerance off."""
+    return not (compat.is_nobodys_training(trainer) or under_way.is_inside_another(trainer))
+
+
+def _next_number(script: Script) -> int:
+    """Return the number of a fit in its script. A process that Lightning has made for it counts by the script's."""
+    number = _num_fits[os.getpid()] = _num_fits.get(os.getpid(), 0) + 1
+    return max(number, script.num_begun()) if script.is_elsewhere else number
+
+
+def _opened(path: str) -> LineFile:
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        return LineFile(path)
+    except OSError as error:
+        raise LedgerError(
+            f"The ledger can't be written to {path}: {error}. Nothing could be compared. Pass a path that can be"
+            f" written, as FaultTolerance(ledger=...) or {LEDGER_VARIABLE}."
+        ) from error

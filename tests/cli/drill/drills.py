@@ -1,0 +1,68 @@
+"""Drills of the script that stands in for a training, in this process."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.cli.drill.drilling import Drill
+from lightning_faulttolerant.cli.drill.progress import Status
+from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+ROOT = Path(__file__).parents[3]
+
+
+class ToldProgress:
+    """Keeps what it is told, and lets the script go on."""
+
+    def __init__(self, where: Path) -> None:
+        self.told: list[str] = []
+        self._seen = where / "seen"
+        self._seen.parent.mkdir(exist_ok=True)
+        self._seen.write_text("0")
+
+    def update(self, status: Status) -> None:
+        """Say what was seen; whole at once, for who reads it meanwhile."""
+        new = self._seen.with_suffix(".new")
+        new.write_text(str(status.done))
+        new.replace(self._seen)
+
+    def tell(self, text: str) -> None:
+        """Keep a line."""
+        self.told.append(text)
+
+    def end(self, status: Status, seconds: float) -> None:
+        """Keep how it ended."""
+        self.told.append(f"{status.run} {status.done}")
+
+
+def words(where: Path, *arguments: str) -> tuple[str, ...]:
+    """The command of the script."""
+    return (sys.executable, "-S", str(STAND_IN), str(where / "autosaves"), *arguments)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The variables that it is started with."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def drill(where: Path, *arguments: str, **settings: Any) -> DrillResult:
+    """Drill it, with two strikes unless said otherwise."""
+    return make(where, *arguments, **settings).run()
+
+
+def make(where: Path, *arguments: str, **settings: Any) -> Drill:
+    """Make a drill of it."""
+    own: dict[str, Any] = {
+        "command": words(where, *arguments),
+        "num_strikes": 2,
+        "seed": 1,
+        "token": secrets.token_hex(4),
+    }
+    settings = {"directory": where / "drill", **own, **settings}
+    return Drill(DrillSettings(**settings), ToldProgress(where), environment=environment())

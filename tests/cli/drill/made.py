@@ -1,0 +1,105 @@
+"""Ledgers as processes would write them, with a change where a test wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.lines import Line
+
+Change = Callable[[Line], Line | None]
+
+SURROUNDINGS = {"torch": "2.13.0", "device": "cpu x86_64", "threads": 2}
+NUM_EPOCHS = 2
+NUM_BATCHES = 4
+
+
+def line(event: str, *, fit: int = 1, **values: Any) -> Line:
+    """One line."""
+    return {"event": event, "fit": fit, "time": 0.0, **values}
+
+
+def begun(*, fit: int = 1, pid: int = 1, **surroundings: Any) -> Line:
+    """The line of a fit that begins."""
+    return line(
+        ledger.FIT,
+        fit=fit,
+        pid=pid,
+        rank=0,
+        num_ranks=1,
+        num_batches=NUM_BATCHES,
+        max_epochs=NUM_EPOCHS,
+        surroundings={**SURROUNDINGS, **surroundings},
+    )
+
+
+def resumed(epoch: int, batch: int, *, fit: int = 1, text: str | None = None, **values: Any) -> Line:
+    """The line of a fit that goes on."""
+    words = f"before batch {batch} of epoch {epoch}" if text is None else text
+    return line(ledger.RESUMED, fit=fit, epoch=epoch, batch=batch, text=words, exact=True, path="a.ckpt", **values)
+
+
+def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
+    """The line of a batch."""
+    name = f"{fit}-{epoch}-{batch}"
+    own = {
+        "order": f"order {name}",
+        "content": f"content {name}",
+        "rng": f"rng {name}",
+        "loss": (1 / (1 + epoch * NUM_BATCHES + batch)).hex(),
+        "learning_rates": [[(0.1).hex()]],
+    }
+    return line(ledger.BATCH, fit=fit, epoch=epoch, batch=batch, **{**own, **values})
+
+
+def log_line(epoch: int, begun: int, *, fit: int = 1, validating: bool = False, **values: Any) -> Line:
+    """The line of values that were logged."""
+    metrics = {"loss": f"logged at {epoch} {begun} {validating}"}
+    step = epoch * NUM_BATCHES + begun
+    own = {"step": step, "metrics": metrics, "epoch_end": False, "logger": None}
+    return line(ledger.LOG, fit=fit, epoch=epoch, batch=begun, validating=validating, **{**own, **values})
+
+
+def fit_lines(*, fit: int = 1, start: tuple[int, int] = (0, 0)) -> list[Line]:
+    """All that a fit does behind a place, to its end."""
+    lines = []
+    for epoch in range(NUM_EPOCHS):
+        for batch in range(NUM_BATCHES):
+            if (epoch, batch) >= start:
+                lines += [batch_line(epoch, batch, fit=fit), log_line(epoch, batch + 1, fit=fit)]
+        if (epoch, NUM_BATCHES) >= start:
+            place: dict[str, Any] = {"fit": fit, "epoch": epoch, "batch": NUM_BATCHES}
+            metrics = {"accuracy": (0.5).hex()}
+            lines += [
+                line(ledger.VALIDATED, **place, content=f"validation {epoch}", metrics=metrics),
+                log_line(epoch, NUM_BATCHES, fit=fit, validating=True),
+                log_line(epoch, NUM_BATCHES, fit=fit, epoch_end=True, metrics={"at the end": epoch}),
+            ]
+    metrics = {"accuracy": (0.5).hex()}
+    return [*lines, line(ledger.END, fit=fit, weights="weights", optimizers="optimizers", metrics=metrics, rng="rng")]
+
+
+def changed(lines: list[Line], change: Change) -> list[Line]:
+    """The lines as `change` gives them back; None leaves a line out."""
+    return [new for old in lines if (new := change(dict(old))) is not None]
+
+
+def at(epoch: int, batch: int, event: str = ledger.BATCH, **values: Any) -> Change:
+    """Change the values of one line."""
+
+    def change(found: Line) -> Line:
+        here = (found["event"], found.get("epoch"), found.get("batch")) == (event, epoch, batch)
+        return {**found, **values} if here else found
+
+    return change
+
+
+def since(epoch: int, batch: int, **values: Any) -> Change:
+    """Change the values of each batch from one on."""
+
+    def change(found: Line) -> Line:
+        is_behind = found["event"] == ledger.BATCH and (found["epoch"], found["batch"]) >= (epoch, batch)
+        return {**found, **values} if is_behind else found
+
+    return change

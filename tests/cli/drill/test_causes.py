@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.cli.drill import causes
+from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
+from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
+from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.lines import Line
+from tests.cli.drill.made import Change, at, begun, changed, fit_lines, line, resumed, since
+
+OTHER = (0.3).hex()
+
+
+def whole() -> RankOfRun:
+    """A run that nobody interrupts."""
+    return join(0, [[begun(), *fit_lines()]])
+
+
+def mismatch_of(*changes: Change) -> Mismatch:
+    """What differs first in a run that goes on at batch 2 of epoch 0 and is changed behind it."""
+    lines = fit_lines(start=(0, 2))
+    for change in changes:
+        lines = changed(lines, change)
+    found = first_mismatch([whole()], [join(0, [[begun(), *fit_lines()[:6]], [begun(pid=2), resumed(0, 2), *lines]])])
+    assert found is not None
+    return found
+
+
+def without(event: str, epoch: int) -> Change:
+    """Leave the lines of a kind and an epoch out."""
+    return lambda found: None if (found["event"], found.get("epoch")) == (event, epoch) else found
+
+
+def end(**values: Any) -> Change:
+    """Change the line of the end."""
+    return lambda found: {**found, **values} if found["event"] == ledger.END else found
+
+
+CAUSES: dict[str, tuple[str, list[Change]]] = {
+    "other samples": (causes.DATA_ORDER, [since(0, 3, order="x", content="x", loss=OTHER)]),
+    "other samples, and the generators are off": (causes.DATA_ORDER, [since(0, 3, order="x", content="x", rng="x")]),
+    "another content of the same samples": (causes.AUGMENTATION, [since(0, 3, content="x", loss=OTHER)]),
+    "the generators are off too": (causes.AUGMENTATION, [since(0, 3, content="x", rng="x")]),
+    "generators": (causes.MAIN_RNG, [since(0, 3, rng="x", loss=OTHER)]),
+    "loss": (causes.WEIGHTS, [since(0, 3, loss=OTHER)]),
+    "loss and learning rate": (causes.WEIGHTS, [since(0, 3, loss=OTHER, learning_rates=[[OTHER]])]),
+    "learning rate": (causes.LEARNING_RATES, [since(0, 3, learning_rates=[[OTHER]])]),
+    "validation data": (causes.AUGMENTATION, [at(0, 4, ledger.VALIDATED, content="x", metrics={})]),
+    "validation result, then all is equal": (causes.METRICS, [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})]),
+    "validation result at the end, weights equal": (
+        causes.METRICS,
+        [at(1, 4, ledger.VALIDATED, metrics={"accuracy": OTHER})],
+    ),
+    "validation result, then losses differ": (
+        causes.WEIGHTS,
+        [at(0, 4, ledger.VALIDATED, metrics={"accuracy": OTHER}), since(1, 0, loss=OTHER)],
+    ),
+    "logged": (causes.LOGGED_VALUES, [at(0, 3, ledger.LOG, metrics={"seconds": OTHER})]),
+    "logged in a step that differs itself": (
+        causes.DATA_ORDER,
+        [at(0, 3, ledger.LOG, metrics={"loss": OTHER}), since(0, 3, order="x")],
+    ),
+    "weights at the end": (causes.WEIGHTS, [end(weights="x")]),
+    "optimizers at the end": (causes.OPTIMIZERS, [end(optimizers="x")]),
+    "metrics at the end": (causes.METRICS, [end(metrics={"accuracy": OTHER})]),
+    "generators at the end": (causes.MAIN_RNG, [end(rng="x")]),
+    "no validation run": (causes.COURSE, [without(ledger.VALIDATED, 0)]),
+    "no second epoch": (causes.COURSE, [without(ledger.BATCH, 1)]),
+}
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_cause_is_named(case: str) -> None:
+    """What differs first in a step, or around it, names the part of the state that is behind it."""
+    part, changes = CAUSES[case]
+    cause = causes.cause_of(mismatch_of(*changes))
+    assert cause.part == part
+    assert cause.text
+    assert cause.advice
+
+
+def test_batches_without_indices_may_differ_in_order_or_in_augmentation() -> None:
+    """Of an iterable data set nobody knows the order: the cause says so."""
+    lines = changed(fit_lines(), lambda found: {**found, "order": None} if found["event"] == ledger.BATCH else found)
+    found = changed(lines, since(0, 3, content="x"))
+    mismatch = first_mismatch([join(0, [[begun(), *lines]])], [join(0, [[begun(), *found]])])
+    assert mismatch is not None
+    assert "indices" in causes.cause_of(mismatch).text
+
+
+def test_a_difference_names_values_and_what_is_equal() -> None:
+    """The values are shown in decimals to their last digit, with what was equal beside them and before."""
+    difference = difference_of(mismatch_of(since(0, 3, loss=(0.125).hex(), learning_rates=[[(0.2).hex()]])))
+    assert difference.place == "batch 3 of epoch 0"
+    assert (difference.number, difference.num_equal, difference.process) == (3, 3, 1)
+    assert [(value.name, value.expected, value.found) for value in difference.values] == [
+        ("loss", "0.25", "0.125"),
+        ("learning rate 0 0", "0.1", "0.2"),
+    ]
+    assert "order of the samples" in difference.equal
+    assert "random generators" in difference.equal
+
+
+def test_an_event_that_is_not_there_is_shown_against_what_is() -> None:
+    """Where one run does something else, or nothing, both are named."""
+    [value] = difference_of(mismatch_of(without(ledger.VALIDATED, 0))).values
+    assert (value.expected, value.found) == (
+        "the validation run behind batch 3 of epoch 0",
+        "values logged at step 4",
+    )
+    ended = first_mismatch([whole()], [join(0, [[begun(), *fit_lines()[:-1]]])])
+    assert ended is not None
+    [value] = difference_of(ended).values
+    assert (value.expected, value.found) == ("the end of the fit", "nothing, the run had ended")
+
+
+def test_the_earliest_difference_of_all_ranks_counts() -> None:
+    """Where several ranks differ, it is the one with the fewest batches before it; a rank that is missing differs."""
+    expected = [join(rank, [[begun(), *fit_lines()]]) for rank in range(3)]
+    found = [
+        join(0, [[begun(), *changed(fit_lines(), since(1, 0, loss=OTHER))]]),
+        join(1, [[begun(), *changed(fit_lines(), since(0, 1, content="x"))]]),
+        join(2, [[begun(), *fit_lines()]]),
+    ]
+    mismatch = first_mismatch(expected, found)
+    assert mismatch is not None
+    assert (mismatch.rank, mismatch.number) == (1, 1)
+    missing = first_mismatch(expected, expected[:2])
+    assert missing is not None
+    assert (missing.rank, missing.number) == (2, 0)
+
+
+def test_logged_values_can_be_passed_over() -> None:
+    """Values whose names are given, or fit a pattern, are not compared; others in the same line are."""
+
+    def timed(time: float, loss: float) -> list[Line]:
+        log = line(ledger.LOG, epoch=0, batch=1, step=0, metrics={"time/step": time, "loss": loss})
+        alone = line(ledger.LOG, epoch=0, batch=1, step=0, metrics={"time/step": time})
+        return [begun(), log, alone] if time < 2 else [begun(), log]
+
+    one, other = join(0, [timed(1.0, 3.0)]), join(0, [timed(2.0, 3.0)])
+    assert first_mismatch([one], [other]) is not None
+    assert first_mismatch([one], [other], ignored=["time/*"]) is None
+    assert first_mismatch([one], [join(0, [timed(2.0, 4.0)])], ignored=["time/*"]) is not None
+    assert first_mismatch([one], [other], ignored=["loss"]) is not None
+
+
+NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
+    "no seed": ("no seed", "seed_everything", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
+    "order": (causes.DATA_ORDER, "os.listdir", [since(0, 1, order="x", content="x")]),
+    "content": (causes.AUGMENTATION, "default_rng", [since(0, 0, content="x", loss=OTHER)]),
+    "initial weights": (causes.WEIGHTS, "seed_everything", [since(0, 0, loss=OTHER)]),
+    "kernels": ("kernels", "deterministic=True", [since(0, 2, loss=OTHER)]),
+    "a clock that is logged": (
+        causes.LOGGED_VALUES,
+        "--ignore 'seconds'",
+        [at(0, 1, ledger.LOG, metrics={"seconds": OTHER})],
+    ),
+    "something else": (causes.COURSE, "", [without(ledger.VALIDATED, 0)]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_DETERMINISTIC)
+def test_why_a_script_is_not_deterministic_is_named(case: str) -> None:
+    """What differs first between two runs that nobody interrupts names the reason and the remedy."""
+    part, advice, changes = NOT_DETERMINISTIC[case]
+    lines = fit_lines()
+    for change in changes:
+        lines = changed(lines, change)
+    mismatch = first_mismatch([whole()], [join(0, [[begun(), *lines]])])
+    assert mismatch is not None
+    cause = causes.not_deterministic(mismatch, "there")
+    assert cause.part == part
+    assert advice in " ".join(cause.advice)

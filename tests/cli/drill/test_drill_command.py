@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.cli.drill.command import ended_by_signals
+from lightning_faulttolerant.cli.drill.moments import moments_of
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from tests.cli.checkpoints import call
+from tests.cli.drill.drills import environment, words
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
+    """Its progress goes to one stream and the verdict to the other, the page is written, torch is not loaded."""
+    program = (
+        "import sys; from lightning_faulttolerant.cli import main; status = main(sys.argv[1:])\n"
+        "loaded = {'lightning', 'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {loaded}' if loaded else status)"
+    )
+    page = tmp_path / "page.html"
+    options = ["--kills=1", "--seed=1", f"--html={page}", f"--output={tmp_path / 'kept'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "drill", *options, "--", *words(tmp_path, "--seconds=0.03")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "EXACT" in done.stdout
+    assert "uninterrupted  16 batches" in done.stderr
+    assert "<html" in page.read_text()
+    assert (tmp_path / "kept" / "uninterrupted" / "process-0.jsonl").exists()
+
+
+def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path, capsys: Capture) -> None:
+    """Where the script fails by itself, its own words say most."""
+    found = call(capsys, "drill", "--", *words(tmp_path, "--fails=always"))
+    assert found.status == 2
+    assert "  | ValueError: it fails" in found.err
+    assert "NOT JUDGED" in found.out
+
+
+def test_the_verdict_is_told_though_the_page_can_not_be_written(tmp_path: Path, capsys: Capture) -> None:
+    """A full disk at the end of a drill costs the page only."""
+    found = call(
+        capsys, "drill", "--kills=1", "--html=/dev/full", "--", *words(tmp_path, "--epochs=1", "--seconds=0.03")
+    )
+    assert found.status == 2
+    assert "EXACT" in found.out
+    assert "No space left" in found.err
+
+
+def test_the_first_signal_ends_a_drill_and_no_more_interrupt_that() -> None:
+    """A second Ctrl-C does not keep it from ending what it has started; nohup stays what it is."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            end_three_times()
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def end_three_times() -> None:
+    """Send this process a signal that it ignores, one that ends it, and more meanwhile."""
+    with ended_by_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--", "no-such-command"], "no such command"),
+        (["--output", ".", "--", "python"], "is not empty"),
+        (["--html", "nowhere/page.html", "--", "python"], "no such directory"),
+        (["--html", ".", "--", "python"], "is a directory"),
+    ],
+)
+def test_what_would_fail_in_the_end_is_refused_at_once(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    """A wrong path or command is told before anything is run."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    found = call(capsys, "drill", *arguments)
+    assert (found.status, found.out) == (2, "")
+    assert message in found.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--kills", "0", "--", "python"], ["--timeout", "nan", "--", "python"], ["--signal", "x", "a"]]
+)
+def test_wrong_arguments_of_a_drill_give_the_usage(capsys: Capture, arguments: list[str]) -> None:
+    """Numbers that mean nothing, and a drill without a command, are refused."""
+    found = call(capsys, "drill", *arguments)
+    assert (found.status, found.out) == (2, "")
+    assert "usage: " in found.err
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_drill_and_its_script(tmp_path: Path, signum: int, status: int) -> None:
+    """Ctrl-C, and a drill that is terminated, leave neither a process nor an autosave."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_faulttolerant", "drill", "--", *words(tmp_path, "--seconds=100")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment(TMPDIR=str(tmp_path)),
+    )
+    autosaves = tmp_path / "autosaves"
+    deadline = time.monotonic() + 60
+    while not list(autosaves.glob("*/*.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signum)
+    process.communicate(timeout=60)
+    assert process.returncode == status
+    assert os.listdir(autosaves) == []
+    assert not [
+        entry for entry in Path("/proc").iterdir() if entry.name.isdecimal() and str(tmp_path) in command_line(entry)
+    ]
+
+
+def command_line(process: Path) -> str:
+    """The command line of a process, nothing if it is gone."""
+    try:
+        return (process / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_moments_are_spread_over_the_run() -> None:
+    """Each of equal parts of a run has one, never before its first batch is done; the same seed gives the same."""
+    for seed in range(20):
+        settings = DrillSettings(command=("x",), num_strikes=5, seed=seed, directory=Path(), token="t")
+        found = moments_of(settings, 101)
+        assert [(moment.batch - 1) // 20 for moment in found] == [0, 1, 2, 3, 4]
+        assert found == moments_of(settings, 101)
+        assert all(0 <= moment.fraction < 1 for moment in found)
+    assert {moment.batch for moment in moments_of(settings, 1)} == {0}
+    at = DrillSettings(command=("x",), at=(9, 3, 9), directory=Path(), token="t")
+    assert [moment.batch for moment in moments_of(at, 101)] == [3, 9]

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.cli.drill import result, running
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, join
+from lightning_faulttolerant.cli.drill.moments import Moment
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.cli.drill.strikes import stretches_of
+from lightning_faulttolerant.records.lines import Line, append_line
+from tests.cli.drill.drills import drill, make, words
+from tests.cli.drill.made import batch_line, begun, fit_lines, line, resumed
+
+NUM_BATCHES = 16
+
+
+def autosaves(directory: Path) -> list[str]:
+    """What is left where the script keeps its autosaves."""
+    path = directory / "autosaves"
+    return sorted(os.listdir(path)) if path.exists() else []
+
+
+def assert_exact(found: DrillResult, num_batches: int, num_strikes: int = 2) -> None:
+    """Check that a drill found nothing, and struck as often as it was to."""
+    assert found.verdict.word == result.EXACT, found
+    assert len(found.strikes) == num_strikes
+    assert found.uninterrupted is not None
+    assert found.interrupted is not None
+    assert len(found.uninterrupted.curve) == len(found.interrupted.curve) == num_batches
+    assert [point.loss for point in found.uninterrupted.curve] == [point.loss for point in found.interrupted.curve]
+
+
+@pytest.mark.parametrize("kind", ["KILL", "TERM", "exception"])
+def test_each_kind_of_strike_interrupts_and_the_run_goes_on(tmp_path: Path, kind: str) -> None:
+    """Each strike hits behind an autosave with progress, and the restart goes on there, not from the beginning."""
+    found = drill(tmp_path, kind=kind)
+    assert_exact(found, NUM_BATCHES)
+    for strike in found.strikes:
+        assert 0 < strike.resumed_at <= strike.at < NUM_BATCHES
+        assert strike.num_twice == strike.at - strike.resumed_at
+        assert strike.resumed_text.startswith("before batch")
+        assert strike.exit_code == {"KILL": -9, "TERM": 143, "exception": 1}[kind]
+    assert (found.kind, found.seed, found.num_wanted) == (kind, 1, 2)
+    assert found.versions["threads"] == "2"
+    assert autosaves(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["TERM", "exception"])
+def test_a_script_that_ends_well_when_it_is_stopped_goes_on(tmp_path: Path, kind: str) -> None:
+    """An exit code of 0 in the middle of the training, as of a script that catches exceptions, is no end of the run."""
+    found = drill(tmp_path, "--epochs", "1", "--stops-with", "0", kind=kind, num_strikes=1)
+    assert_exact(found, 8, 1)
+    assert found.strikes[0].exit_code == 0
+
+
+@pytest.mark.slow
+def test_several_fits_are_drilled_as_one_run(tmp_path: Path) -> None:
+    """Strikes are spread over all fits of a script, and places are those of the fit."""
+    found = drill(tmp_path, "--fits", "2", "--batches", "5", num_strikes=3, seed=4)
+    assert_exact(found, 20, 3)
+    assert {strike.fit for strike in found.strikes} == {1, 2}
+
+
+def test_the_batches_that_were_asked_for_are_struck(tmp_path: Path) -> None:
+    """With ``--at`` a strike comes as soon as so many batches are done, however often others were asked for."""
+    found = drill(tmp_path, "--batches", "4", "--every", "1", at=(2, 5), num_strikes=7)
+    assert_exact(found, 8)
+    assert [strike.at for strike in found.strikes] == [2, 5]
+
+
+def test_a_batch_behind_the_end_can_not_be_struck(tmp_path: Path) -> None:
+    """A number that the run never reaches is told, with how many batches it has."""
+    found = drill(tmp_path, at=(16,))
+    assert found.verdict.word == result.NOT_JUDGED
+    assert "--at 16" in found.verdict.text
+    assert "16 batches" in found.verdict.text
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        "augmentation",
+        *(pytest.param(flaw, marks=pytest.mark.slow) for flaw in ("data order", "main RNG", "weights")),
+        *(pytest.param(flaw, marks=pytest.mark.slow) for flaw in ("metrics", "logged values")),
+    ],
+)
+def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
+    """What of a script begins anew in each process is named as the likely cause."""
+    found = drill(tmp_path, "--flaw", flaw, num_strikes=1, seed=3)
+    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == flaw
+    assert found.verdict.difference is not None
+    assert found.verdict.difference.number >= found.strikes[0].resumed_at > 0
+    assert any("--check" in note for note in found.verdict.notes)
+
+
+def test_a_script_that_begins_anew_is_ended_at_once(tmp_path: Path) -> None:
+    """A restart that does not resume is told as that, and nothing is left of it."""
+    found = drill(tmp_path, "--flaw", "begins anew")
+    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "not resumed"
+    assert autosaves(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_checked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_script_without_a_seed_can_not_be_judged(tmp_path: Path, is_checked: bool) -> None:
+    """Runs that differ where nobody has interrupted them yet are told as that, at the first batch that shows it."""
+    found = drill(tmp_path, "--flaw", "no seed", is_checked=is_checked, num_strikes=1)
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "no seed"
+    assert (found.interrupted is None, found.repeated is not None) == (is_checked, is_checked)
+    second = found.repeated if is_checked else found.interrupted
+    assert second is not None
+    assert (len(second.curve), second.is_complete) == (1, False)
+
+
+@pytest.mark.slow
+def test_a_script_that_passes_the_check_is_drilled(tmp_path: Path) -> None:
+    """Two equal uninterrupted runs are followed by the interrupted one."""
+    found = drill(tmp_path, is_checked=True, num_strikes=1)
+    assert_exact(found, NUM_BATCHES, 1)
+    assert found.repeated is not None
+    assert found.repeated.is_complete
+
+
+def test_what_the_clock_gives_can_be_passed_over(tmp_path: Path) -> None:
+    """A time that is logged keeps a drill from being judged, unless it is not compared."""
+    found = drill(tmp_path, "--flaw", "clock", num_strikes=1)
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.advice == ("--ignore 'seconds' passes over it.",)
+    assert_exact(drill(tmp_path / "again", "--flaw", "clock", num_strikes=1, ignored=("sec*",)), NUM_BATCHES, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", ["threads", "not exact"])
+def test_what_a_run_says_about_itself_is_named_first(tmp_path: Path, flaw: str) -> None:
+    """Other surroundings, and a restart that was not exact, are the likely cause of a difference, else a note."""
+    part = {"threads": "surroundings", "not exact": "not restored exactly"}[flaw]
+    found = drill(tmp_path, "--flaw", flaw, num_strikes=1)
+    assert found.verdict.word == result.EXACT
+    assert len(found.verdict.notes) == 1
+    found = drill(tmp_path / "again", "--flaw", flaw, "--flaw", "weights", num_strikes=1)
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == part
+    assert {"threads": "threads 2 and then 4", "not exact": "a generator that was not found"}[flaw] in (
+        found.verdict.cause.text
+    )
+
+
+@pytest.mark.parametrize("kind", ["KILL", pytest.param("exception", marks=pytest.mark.slow)])
+def test_without_progress_that_was_saved_no_strike_counts(tmp_path: Path, kind: str) -> None:
+    """A run that saves nothing behind its start can't prove anything: the strikes that did not come are told."""
+    found = drill(tmp_path, "--every", "0", "--epochs", "1", kind=kind)
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.strikes == ()
+    assert found.interrupted is not None
+    assert (found.interrupted.num_processes == 1) == (kind == "KILL")  # an exception can't be waited for
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "too few autosaves"
+
+
+@pytest.mark.slow
+def test_fewer_strikes_than_asked_for_are_no_full_proof(tmp_path: Path) -> None:
+    """Strikes that wait for autosaves until the run ends are told, with what is equal as far as they go."""
+    found = drill(tmp_path, "--every", "7", num_strikes=4)
+    assert found.verdict.word == result.NOT_JUDGED
+    assert 0 < len(found.strikes) < 4
+    assert f"{len(found.strikes)} of 4 strikes" in found.verdict.text
+
+
+def test_a_script_that_fails_by_itself_is_not_judged(tmp_path: Path) -> None:
+    """What fails without a strike says nothing about fault tolerance; its output is there."""
+    one = make(tmp_path, "--fails", "always")
+    found = one.run()
+    assert found.verdict.word == result.NOT_JUDGED
+    assert "exit code 3" in found.verdict.text
+    assert one.failed_output is not None
+    assert "ValueError: it fails" in one.failed_output.read_text()
+
+
+def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
+    """A restart that fails, where the uninterrupted run did not, is no fault tolerance."""
+    one = make(tmp_path, "--fails", "again")
+    found = one.run()
+    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "restart"
+    assert one.failed_output is not None
+
+
+def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    """A script that goes on from a checkpoint of its own is ended before it does anything to it."""
+    assert_exact(drill(tmp_path, "--run-id", "mine", num_strikes=1), NUM_BATCHES, 1)  # nothing was there
+    autosave = tmp_path / "autosaves" / "mine" / "fit-1.json"
+    state = {"epoch": 1, "batch": 2, "weight": 1.0, "rng": random.Random(1).getstate(), "finished": False}
+    autosave.write_text(json.dumps(state))
+    found = drill(tmp_path, "--seconds", "0.1", "--run-id", "mine", directory=tmp_path / "again")
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "existing run"
+    assert json.loads(autosave.read_text())["epoch"] == 1
+
+
+def test_a_script_that_leaves_no_ledger_is_told(tmp_path: Path) -> None:
+    """Where no training says what it does, nothing can be compared."""
+    found = drill(tmp_path, "--silent", "--epochs", "1")
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "no ledger"
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    """A run that does not end in time is killed, and told."""
+    found = drill(tmp_path, "--seconds", "100", timeout_seconds=0.3)
+    assert found.verdict.word == result.NOT_JUDGED
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "timeout"
+
+
+def test_the_words_of_the_command_tell_the_runs_apart(tmp_path: Path) -> None:
+    """``{run}`` in the command becomes the name of the run."""
+    drill(tmp_path, "--epochs", "1", num_strikes=1, command=words(tmp_path / "{run}"))
+    assert {path.name for path in tmp_path.iterdir()} >= {"uninterrupted", "interrupted"}
+
+
+def test_what_interrupts_a_drill_leaves_nothing_running(tmp_path: Path) -> None:
+    """Whatever ends a drill ends its script, with all that this has started, and removes its autosaves."""
+
+    class StopError(Exception):
+        pass
+
+    one = make(tmp_path, "--seconds", "0.05")
+
+    def interrupt(_: object) -> None:
+        if autosaves(tmp_path):
+            raise StopError
+
+    one.progress.update = interrupt  # type: ignore[method-assign]
+    with pytest.raises(StopError):
+        one.run()
+    assert not any(str(tmp_path).encode() in line for line in command_lines())
+    assert autosaves(tmp_path) == []
+
+
+def test_what_interrupts_the_start_of_the_script_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ctrl-C that comes when the script was started, and nobody has noted it yet, ends it all the same."""
+    start = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        start(*arguments, **options).returncode = 0  # nobody waits for it
+        raise KeyboardInterrupt
+
+    one = make(tmp_path, "--seconds", "100")
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert not any(str(tmp_path).encode() in line for line in command_lines())
+
+
+def test_what_a_launcher_starts_anew_is_told_from_the_next_fit(tmp_path: Path) -> None:
+    """A fit in another process than the one before is a restart only if it had begun already."""
+    settings = DrillSettings(command=("train",), directory=tmp_path, token="token")
+    process = DrillProcess(settings, "interrupted", 0)
+
+    def write(*lines: Line) -> None:
+        for each in lines:
+            append_line(process.ledger, each)
+        process.read()
+
+    write(begun(pid=1), *fit_lines(), begun(fit=2, pid=2))
+    assert (process.num_restarts, process.last_ended, process.num_expected) == (0, 1, 16)
+    write(batch_line(0, 0, fit=2), begun(pid=3), resumed(2, 4, text="behind the end of the fit"))
+    write(line("end"), begun(fit=2, pid=4), resumed(0, 1, fit=2), batch_line(0, 1, fit=2))
+    assert (process.num_restarts, process.last_ended) == (1, 1)
+    batches = join(0, [[begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]]).batches
+    before, after = stretches_of([process], BatchNumbers(batches))
+    assert (before.start, before.done, after.start, after.done) == (0, 9, 9, 10)
+
+
+def test_where_a_later_fit_begins_is_not_where_the_process_went_on(tmp_path: Path) -> None:
+    """A second fit that the script lets begin from a checkpoint of its own says nothing about the restart."""
+    settings = DrillSettings(command=("train",), directory=tmp_path, token="token")
+    process = DrillProcess(settings, "interrupted", 1)
+    lines = [begun(), resumed(0, 2), *fit_lines(start=(0, 2)), begun(fit=2), resumed(1, 0, fit=2)]
+    for each in lines:
+        append_line(process.ledger, each)
+    batches = join(0, [[begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]]).batches
+    [stretch] = stretches_of([process], BatchNumbers(batches))
+    assert (stretch.start, stretch.done) == (2, 8)
+
+
+def test_a_moment_does_not_wait_longer_than_its_batch() -> None:
+    """Where a batch took long in the uninterrupted run only, the strike still comes before the next one is done."""
+    clock = running.Clock(Moment(batch=1, fraction=0.9, hook=""), [1000.0] * 4)
+    assert [clock.has_come(done) for done in (1, 1, 2)] == [False, False, True]
+    assert running.Clock(Moment(batch=1, fraction=0.0, hook=""), [1000.0] * 4).has_come(1)
+
+
+def command_lines() -> list[bytes]:
+    """The command lines of all processes of this machine."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                found.append((entry / "cmdline").read_bytes())
+            except OSError:
+                continue
+    return found

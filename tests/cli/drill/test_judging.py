@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from lightning_faulttolerant.cli.drill import judging, result, running
+from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.result import Strike, Verdict
+from lightning_faulttolerant.cli.drill.running import Ran
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.records.lines import Line
+from tests.cli.drill.made import at, begun, changed, fit_lines, resumed, since
+
+OTHER = (0.3).hex()
+
+
+class MadeProcess:
+    """A process that has ended, with what its ranks have written."""
+
+    def __init__(self, *ranks: list[Line], exit_code: int = -9, num_restarts: int = 0) -> None:
+        self._ranks = ranks
+        self.exit_code = exit_code
+        self.num_restarts = num_restarts
+        self.output = Path("the output")
+
+    def lines(self) -> dict[int, list[Line]]:
+        """What each rank has written."""
+        return dict(enumerate(self._ranks))
+
+
+def strike(resumed_at: int) -> Strike:
+    """A strike that counts."""
+    return Strike(
+        number=1,
+        kind="KILL",
+        fit=1,
+        epoch=0,
+        batch=3,
+        at=3,
+        resumed_at=resumed_at,
+        resumed_text="",
+        num_twice=1,
+        seconds_in_process=1.0,
+        seconds_to_first_batch=1.0,
+        exit_code=-9,
+    )
+
+
+def whole() -> list[RankOfRun]:
+    """An uninterrupted run."""
+    return [join(0, [[begun(), *fit_lines()]])]
+
+
+def judge(
+    processes: Sequence[MadeProcess], *, outcome: str = running.ENDED, num_wanted: int = 1, **settings: Any
+) -> Verdict:
+    """Judge an interrupted run of these processes."""
+    ran = Ran(name="interrupted", outcome=outcome, processes=cast("list[DrillProcess]", list(processes)))
+    made = DrillSettings(command=("train",), directory=Path(), token="t", **settings)
+    return judging.of_interrupted(whole(), ran, [strike(2)], made, num_wanted=num_wanted)
+
+
+def second(*changes: Any, **surroundings: Any) -> list[Line]:
+    """What a process does that goes on at batch 2."""
+    lines = fit_lines(start=(0, 2))
+    for change in changes:
+        lines = changed(lines, change)
+    return [begun(pid=2, **surroundings), resumed(0, 2), *lines]
+
+
+FIRST = [begun(), *fit_lines()[:7]]
+
+
+def test_equal_runs_are_exact() -> None:
+    """The verdict says what was compared."""
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)])
+    assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
+    assert "8 batches, 2 validation runs, 12 logged values and the final weights" in verdict.text
+
+
+def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
+    """A batch that was done wrong by a process that was killed is found, though the next process did it right."""
+    killed = [begun(), *changed(fit_lines()[:9], at(0, 3, loss=OTHER))]
+    verdict = judge([MadeProcess(killed), MadeProcess(second(), exit_code=0)])
+    assert verdict.word == result.NOT_JUDGED  # nobody had struck yet
+    assert verdict.difference is not None
+    assert verdict.difference.number == 3
+    third = [begun(pid=3), resumed(0, 2), *fit_lines(start=(0, 2))]
+    processes = [
+        MadeProcess(FIRST),
+        MadeProcess(second(at(0, 3, loss=OTHER))[:8]),
+        MadeProcess(third, exit_code=0),
+    ]
+    verdict = judge(processes)
+    assert verdict.word == result.DIFFERS
+    assert verdict.difference is not None
+    assert (verdict.difference.number, verdict.difference.process) == (3, 1)
+
+
+def test_a_difference_behind_a_restart_by_a_launcher_is_one_of_the_interrupted_run() -> None:
+    """A process of the drill in which ranks were started anew has been interrupted: the script is not to blame."""
+    verdict = judge([MadeProcess(FIRST + second(since(1, 0, loss=OTHER)), exit_code=0, num_restarts=1)])
+    assert verdict.word == result.DIFFERS
+    assert verdict.difference is not None
+    assert verdict.difference.number == 4
+    verdict = judge([MadeProcess(FIRST + second(), exit_code=0, num_restarts=1)])
+    assert verdict.word == result.EXACT
+
+
+def test_a_restart_by_a_launcher_that_fails_is_a_restart() -> None:
+    """Ranks that can't be started again are told from a script that fails by itself."""
+    verdict = judge([MadeProcess(FIRST, exit_code=1, num_restarts=1)], outcome=running.FAILED)
+    assert verdict.word == result.DIFFERS
+    verdict = judge([MadeProcess(FIRST, exit_code=1)], outcome=running.FAILED)
+    assert verdict.word == result.NOT_JUDGED
+
+
+def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
+    """What no restart has to do with can't be held against one, also where there is nothing to point at."""
+    verdict = judge([MadeProcess([begun(), *fit_lines()[:9]], exit_code=0)])
+    assert verdict.word == result.NOT_JUDGED
+    assert verdict.difference is not None
+    assert verdict.difference.values[0].found == "nothing, the run had ended"
+
+
+def test_a_rank_too_many_is_no_equal_run() -> None:
+    """All ranks of both runs are compared, also one that only the interrupted run has."""
+    processes = [MadeProcess(FIRST, FIRST), MadeProcess(second(), second(), exit_code=0)]
+    assert judge(processes).word == result.NOT_JUDGED
+    processes = [MadeProcess(FIRST), MadeProcess(second(), second(), exit_code=0)]
+    assert judge(processes).word != result.EXACT
+
+
+def test_a_rank_that_was_struck_at_its_end_is_compared_as_far_as_it_came() -> None:
+    """Where rank 0 has ended, another one that a strike still hit may lack its last line; what it has must be right."""
+    expected = [join(rank, [[begun(), *fit_lines()]]) for rank in range(2)]
+    made = DrillSettings(command=("train",), directory=Path(), token="t")
+    for last, number in ((second()[:-1], None), (second(at(1, 3, loss=OTHER))[:-1], 7)):
+        processes = cast("list[DrillProcess]", [MadeProcess(FIRST, FIRST), MadeProcess(second(), last)])
+        ran = Ran(name="interrupted", processes=processes, is_cut=True)
+        verdict = judging.of_interrupted(expected, ran, [strike(2)], made, num_wanted=1)
+        found = None if verdict.difference is None else verdict.difference.number
+        assert (verdict.word, found) == (result.EXACT if number is None else result.DIFFERS, number)
+
+
+def test_several_trainings_that_write_one_ledger_are_not_compared() -> None:
+    """Where a second process begins the same fit, the first one's batches would not be compared at all."""
+    lines = [begun(), *fit_lines(), begun(pid=2), *fit_lines()]
+    ran = Ran(name="uninterrupted", processes=cast("list[DrillProcess]", [MadeProcess(lines, exit_code=0)]))
+    verdict = judging.of_uninterrupted(ran, ran.ranks())
+    assert verdict is not None
+    assert verdict.word == result.NOT_JUDGED
+    assert verdict.cause is not None
+    assert verdict.cause.part == "several trainings"
+    lines = [begun(), *fit_lines(), begun(fit=2, pid=2), *fit_lines(fit=2)]
+    ran = Ran(name="uninterrupted", processes=cast("list[DrillProcess]", [MadeProcess(lines, exit_code=0)]))
+    assert judging.of_uninterrupted(ran, ran.ranks()) is None
+
+
+def test_other_surroundings_are_the_likely_cause() -> None:
+    """Threads that differ stand before what the events say, which stays as a note; equal runs have it as a note."""
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(since(1, 0, loss=OTHER), threads=4), exit_code=0)])
+    assert verdict.cause is not None
+    assert verdict.cause.part == "surroundings"
+    assert "threads 2 and then 4" in verdict.cause.text
+    assert any("weights" in note for note in verdict.notes)
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(threads=4), exit_code=0)])
+    assert verdict.word == result.EXACT
+    assert "threads 2 and 4" in verdict.notes[0]
+
+
+@pytest.mark.parametrize(("is_checked", "num_notes"), [(True, 0), (False, 1)])
+def test_check_is_suggested_where_it_was_not_done(is_checked: bool, num_notes: int) -> None:
+    """A script that was checked needs no such hint."""
+    processes = [MadeProcess(FIRST), MadeProcess(second(since(1, 0, loss=OTHER)), exit_code=0)]
+    assert len(judge(processes, is_checked=is_checked).notes) == num_notes
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word", "part"),
+    [
+        (running.FAILED, result.DIFFERS, "restart"),
+        (running.BEGAN_ANEW, result.DIFFERS, "not resumed"),
+        (running.RESUMED, result.NOT_JUDGED, "existing run"),
+        (running.TIMED_OUT, result.NOT_JUDGED, "timeout"),
+        (running.NOT_STOPPED, result.NOT_JUDGED, "stop"),
+    ],
+)
+def test_a_run_that_did_not_come_to_its_end_is_judged_by_how_it_ended(outcome: str, word: str, part: str) -> None:
+    """Each way to end has a verdict, a cause and advice."""
+    verdict = judge([MadeProcess(FIRST), MadeProcess([], exit_code=1)], outcome=outcome)
+    assert verdict.word == word
+    assert verdict.cause is not None
+    assert verdict.cause.part == part
+    assert verdict.cause.advice
+
+
+def test_too_few_strikes_prove_too_little() -> None:
+    """What is equal is said, but it is no verdict."""
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], num_wanted=3)
+    assert (verdict.word, verdict.exit_code) == (result.NOT_JUDGED, 2)
+    assert "1 of 3 strikes" in verdict.text

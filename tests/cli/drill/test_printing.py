@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.cli.drill import result
+from lightning_faulttolerant.cli.drill.printing import print_result
+from lightning_faulttolerant.cli.drill.progress import PlainProgress, RichProgress, Status, progress_on
+from lightning_faulttolerant.cli.drill.result import Cause, Difference, DrillResult, Value, Verdict
+from tests.cli.drill.test_judging import strike
+
+ADVICE = "Keep a generator in an attribute of the data set, so that it is found, and not in a global of the module."
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+def drill_result(word: str, **verdict: Any) -> DrillResult:
+    """A drill with this verdict."""
+    return DrillResult(
+        command=("python", "train.py"),
+        verdict=Verdict(
+            word=word, text="A sentence that says what came of it, long enough to be broken " * 2, **verdict
+        ),
+        strikes=(strike(2),),
+        num_wanted=1,
+        kind="KILL",
+        seed=1,
+        began=0.0,
+        seconds=1.0,
+        directory="/tmp/drill",
+    )
+
+
+def printed(found: DrillResult, stream: io.StringIO, *, is_kept: bool = False) -> str:
+    """What is printed of it."""
+    print_result(found, stream, is_kept=is_kept)
+    return stream.getvalue()
+
+
+def test_a_verdict_fits_a_terminal() -> None:
+    """No line has more than 80 columns, whatever the verdict; values, cause and advice are all there."""
+    values = tuple(Value(name=f"metric {number}", expected="0." + "1" * 30, found="none") for number in range(12))
+    difference = Difference(
+        place="batch 3 of epoch 0",
+        number=3,
+        rank=1,
+        values=values,
+        equal=("order of the samples", "content of the batch", "random generators"),
+        num_equal=3,
+        process=1,
+    )
+    cause = Cause(part="augmentation", text=ADVICE, advice=(ADVICE, ADVICE))
+    text = printed(
+        drill_result(result.DIFFERS, difference=difference, cause=cause, notes=(ADVICE,)), io.StringIO(), is_kept=True
+    )
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Likely cause: augmentation" in text
+    assert "and 4 more values" in text
+    assert "on rank 1: 3 batches, 1 of them behind a restart" in text
+    assert "/tmp/drill" in text
+    assert " ".join(text.split()).count(ADVICE) == 4
+
+
+def test_the_verdict_has_a_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a pipe, or where NO_COLOR is set, no character is written that a terminal obeys."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;32mEXACT" in printed(drill_result(result.EXACT), Terminal())
+    assert "\x1b" not in printed(drill_result(result.EXACT), io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in printed(drill_result(result.EXACT), Terminal())
+
+
+def test_plain_progress_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of text come when a run begins and ends, and every ten seconds."""
+    clock = iter([0.0, 1.0, 12.0, 13.0])
+    monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    for done in range(4):
+        progress.update(Status(run="interrupted", done=done, num_batches=9, num_wanted=2, saved=1))
+    progress.end(Status(run="interrupted", done=9, num_strikes=2, num_wanted=2), 75.0)
+    assert stream.getvalue().splitlines() == [
+        "interrupted: started",
+        "interrupted: batch 2 of 9, 0 of 2 strikes, autosave at 1",
+        "interrupted    9 batches, 2 strikes, 75 s",
+    ]
+
+
+def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal with rich all that is known stands in two lines of less than 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    status = Status(
+        run="uninterrupted",
+        done=123_456,
+        num_batches=1_234_567,
+        num_strikes=3,
+        num_wanted=10,
+        saved=123_400,
+        batches_per_second=123.4,
+    )
+    stream = Terminal()
+    with progress_on(stream) as progress:
+        assert isinstance(progress, RichProgress)
+        progress._console.print(progress._lines(status))
+    lines = stream.getvalue().splitlines()
+    assert any("batch 123,456 of 1,234,567" in line for line in lines)
+    assert any("3 of 10 strikes, autosave at 123,400, 123 batches/s" in line for line in lines)
+    assert max(map(len, lines)) < 80
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["a pipe", "without rich"])
+def test_progress_is_plain_without_a_terminal_or_without_rich(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    """Where rich is not installed, or nobody looks, lines are written."""
+    if stream.isatty():
+        monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.find_spec", lambda _: None)
+    with progress_on(stream) as progress:
+        assert isinstance(progress, PlainProgress)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.cli.drill import result
+from lightning_faulttolerant.cli.drill.drilling import Drill
+from lightning_faulttolerant.cli.drill.result import DrillResult
+from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from tests.cli.drill.drills import ToldProgress, environment
+from tests.kills import files_below
+
+TRAINING = Path(__file__).with_name("training.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def drill(where: Path, *arguments: str, launcher: tuple[str, ...] = (), **settings: Any) -> DrillResult:
+    """Drill a real training."""
+    command = (sys.executable, *launcher, str(TRAINING), str(where), *arguments)
+    own: dict[str, Any] = {"num_strikes": 1, "seed": 1, "token": secrets.token_hex(4), "directory": where / "drill"}
+    return Drill(
+        DrillSettings(command=command, **{**own, **settings}), ToldProgress(where), environment=environment()
+    ).run()
+
+
+@pytest.mark.parametrize("kind", ["TERM", "exception"])  # KILL: the tests below
+def test_a_real_training_is_exact(tmp_path: Path, kind: str) -> None:
+    """A training with shuffling, dropout and augmentation is struck, goes on, and ends as if nothing had happened.
+
+    Also where the script names its run: a run of that name that was there stays as it was.
+    """
+    own = tmp_path / "fault_tolerance" / "mine" / "fit-1" / "autosave-00000001.ckpt"
+    own.parent.mkdir(parents=True)
+    own.write_text("of the user")
+    found = drill(tmp_path, "--run-id=mine", kind=kind)
+    assert found.verdict.word == result.EXACT, found.verdict
+    [strike] = found.strikes
+    assert 0 < strike.resumed_at <= strike.at
+    assert strike.exit_code == {"TERM": 143, "exception": 1}[kind]
+    assert found.interrupted is not None
+    assert found.interrupted.num_validations == 2
+    assert files_below(tmp_path / "fault_tolerance") == ["mine/fit-1/autosave-00000001.ckpt"]
+    assert own.read_text() == "of the user"
+
+
+def test_a_real_training_of_two_ranks_is_exact(tmp_path: Path) -> None:
+    """Under torchrun the launcher, both ranks and their workers are killed at once; both ranks are compared."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    found = drill(tmp_path, "--devices=2", launcher=launcher)
+    assert found.verdict.word == result.EXACT, found.verdict
+    assert found.interrupted is not None
+    assert found.interrupted.num_ranks == 2
+
+
+def test_a_counter_that_changes_the_augmentation_is_found(tmp_path: Path) -> None:
+    """A data set that counts its calls in a plain attribute is told apart from one that draws: the cause is named."""
+    found = drill(tmp_path, "--flaw")
+    assert found.verdict.word == result.DIFFERS
+    assert found.verdict.cause is not None
+    assert found.verdict.cause.part == "augmentation"
+    assert found.verdict.difference is not None
+    assert found.verdict.difference.number == found.strikes[0].resumed_at
+    assert "order of the samples" in found.verdict.difference.equal

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import cast
+
+from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers
+from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
+from lightning_faulttolerant.records.ledger import FaultPlace
+from lightning_faulttolerant.records.lines import Line
+from tests.cli.drill.made import begun, fit_lines, resumed
+from tests.cli.drill.test_judging import MadeProcess, whole
+
+
+class StruckProcess(MadeProcess):
+    """A process with all that a strike is told by."""
+
+    def __init__(self, lines: list[Line], *, exit_code: int = 1, hooks: tuple[str, ...] = ()) -> None:
+        super().__init__(lines, exit_code=exit_code)
+        self.number = 0
+        self.began = 0.0
+        self.seconds = 5.0
+        self.faults = tuple(FaultPlace(fit=1, epoch=0, batch=0, hook=hook) for hook in hooks)
+
+
+def strikes(*processes: StruckProcess) -> list[tuple[int, int, int, str]]:
+    """What counts, where it hit, where it went on, what was done twice, and in which hook."""
+    stretches = stretches_of(cast("list[DrillProcess]", list(processes)), BatchNumbers(whole()[0].batches))
+    return [(s.at, s.resumed_at, s.num_twice, s.hook) for s in strikes_of(stretches, "exception")]
+
+
+def test_restarts_by_a_launcher_count_as_those_of_the_drill() -> None:
+    """Ranks that a launcher starts anew in one process have been struck as if the drill had started them."""
+    first, second = [begun(), *fit_lines()[:6]], [begun(pid=2), resumed(0, 2), *fit_lines(start=(0, 2))[:10]]
+    third = [begun(pid=3), resumed(1, 1), *fit_lines(start=(1, 1))]
+    expected = [(3, 2, 1, "start"), (6, 5, 1, "end")]
+    assert strikes(StruckProcess([*first, *second, *third], hooks=("start", "end"))) == expected
+    apart = [StruckProcess(first, hooks=("start",)), StruckProcess(second, hooks=("end",)), StruckProcess(third)]
+    assert strikes(*apart) == expected
+
+
+def test_a_strike_behind_which_nothing_was_gained_does_not_count() -> None:
+    """A process that went no further than where it was begun proves nothing: its strike is passed over."""
+    first = [begun(), *fit_lines()[:6]]
+    same, further = [begun(pid=2), resumed(0, 2)], [begun(pid=3), resumed(0, 2), *fit_lines(start=(0, 2))]
+    assert strikes(StruckProcess(first), StruckProcess(same), StruckProcess(further)) == [(3, 2, 1, "")]
+    assert strikes(StruckProcess(first), StruckProcess([begun(pid=2), *fit_lines()])) == []

@@ -1,0 +1,82 @@
+"""A small training with shuffling, augmentation and dropout, whose data set may count its calls."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_faulttolerant import FaultTolerance
+
+
+class Noisy(Dataset[Tensor]):
+    """Samples with noise; with a flaw they grow with each call."""
+
+    def __init__(self, length: int, *, has_flaw: bool = False) -> None:
+        self.length = length
+        self.has_flaw = has_flaw
+        self.num_calls = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_calls += 1
+        sample = torch.randn(4) + index
+        return sample * (1 + self.num_calls / 100) if self.has_flaw else sample
+
+
+class Net(LightningModule):
+    """A layer with dropout."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(self.seconds)  # so that a strike finds it at work
+        loss = self.layers(batch).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.layers(batch).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def main() -> None:
+    """Train, as the arguments say."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--flaw", action="store_true")
+    parser.add_argument("--run-id")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    seed_everything(1, workers=True)
+    trainer = Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=arguments.devices,
+        strategy="ddp" if arguments.devices > 1 else "auto",
+        default_root_dir=arguments.directory,
+        callbacks=[FaultTolerance(every_n_train_steps=2, run_id=arguments.run_id)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        log_every_n_steps=1,
+    )
+    train = DataLoader(Noisy(64, has_flaw=arguments.flaw), batch_size=4, shuffle=True)
+    trainer.fit(Net(seconds=0.05), train, DataLoader(Noisy(16), batch_size=8))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A headless Chromium that opens pages from files, and what it says about them."""
+
+import base64
+import json
+import shutil
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # the tests may run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+)
+WIDE, PHONE = 1280, 390
+
+
+def missing():
+    """Return what is not installed, or None."""
+    names = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"{' and '.join(names)} not installed (make browser)" if names else None
+
+
+class Browser:
+    """A browser of its own, without a network to speak of."""
+
+    def __init__(self, directory):
+        options = ChromeOptions()
+        options.binary_location = shutil.which("chromium")
+        for flag in (*FLAGS, f"--user-data-dir={directory}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+
+    def close(self):
+        """End it, and its driver."""
+        self.driver.quit()
+
+    def open(self, path, *, width=WIDE, scheme="light", scale=1):
+        """Show a page from a file."""
+        self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.command(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=scale,
+            mobile=width == PHONE,
+        )
+        self.driver.get(path.as_uri())
+
+    def command(self, name, **values):
+        """Send a command of the DevTools protocol."""
+        return self.driver.execute_cdp_cmd(name, values)
+
+    def ask(self, script, *values):
+        """Return what a function body in JavaScript returns."""
+        return self.driver.execute_script(script, *values)
+
+    def complaints(self):
+        """Return what stood in the console since this was asked last."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self):
+        """Return the addresses that were asked for since this was asked last, those of its own start page aside."""
+        events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
+        sent = [event["params"]["request"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        return [request["url"] for request in sent if not request["url"].startswith("chrome:")]
+
+    def find(self, selector):
+        """Return the first element that a selector of CSS finds."""
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def hover(self, element, *, share):
+        """Rest the pointer on an element, at a share of its width from the left."""
+        aside = round((share - 0.5) * element.size["width"])
+        ActionChains(self.driver, duration=0).scroll_to_element(element).move_to_element_with_offset(
+            element, aside, 0
+        ).perform()
+
+    def picture(self, path, *, width, height):
+        """Write what is shown, from its top, as PNG."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(base64.b64decode(shot["data"]))

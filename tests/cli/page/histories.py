@@ -1,0 +1,120 @@
+"""Histories of runs, written line by line by a run that is only imagined, and read as any other."""
+
+import random
+
+from lightning_faulttolerant.records.accounting import report_of
+from lightning_faulttolerant.records.chapters import history_of
+
+BEGAN = 1795327200.0
+
+
+class ImaginedRun:
+    """Writes what a run would: steps of a second, an autosave every so often, now and then a kill."""
+
+    def __init__(self, *, seed=0, save_every=60.0, step_seconds=0.5, num_batches=500, host="gpu-node-17"):
+        self.lines = []
+        self.now = BEGAN
+        self.step = 0
+        self.saved = None
+        self._drawn = random.Random(seed)
+        self._save_every = save_every
+        self._step_seconds = step_seconds
+        self._num_batches = num_batches
+        self._host = host
+        self._num_processes = 0
+
+    def add(self, event, **values):
+        """Write one line."""
+        self.lines.append({"event": event, "fit": 1, "time": self.now, **values})
+
+    def place(self, step=None):
+        """Return where a step is."""
+        step = self.step if step is None else step
+        return {"epoch": step // self._num_batches, "batch": step % self._num_batches, "global_step": step}
+
+    def begin(self, *, notes=(), not_exact=()):
+        """Start a process, which goes on from the last autosave."""
+        self._num_processes += 1
+        began, pid = self.now, 4000 + 13 * self._num_processes
+        self.now += self._drawn.uniform(6, 11)
+        self.add("begin", process=f"{self._host}:{pid}", pid=pid, host=self._host, process_began=began)
+        self.now += self._drawn.uniform(1, 3)
+        resumed = None
+        if self.saved is not None:
+            self.step = self.saved
+            seconds = self._drawn.uniform(0.8, 2.4)
+            self.now += seconds
+            resumed = {
+                "path": f"/runs/demo/fit-1/{self.saved}.ckpt",
+                "position": f"batch {self.place()['batch']} of epoch {self.place()['epoch']}",
+                "seconds": seconds,
+                "exact": ["order of the samples", "augmentation", "main RNG", "weights", "metrics"],
+                "not_exact": list(not_exact),
+                "notes": list(notes),
+            }
+        self.add("start", num_ranks=1, continues=resumed is not None, resumed=resumed, **self.place())
+
+    def train(self, seconds):
+        """Train for so long, with the autosaves that fall due."""
+        until = self.now + seconds
+        next_save = self.now
+        while self.now < until:
+            if self.now >= next_save:
+                self._save()
+                next_save = self.now + self._save_every
+            stretch = min(next_save, until) - self.now
+            while stretch > 0:
+                part = min(stretch, 10.0)
+                self.now += part
+                stretch -= part
+                self.step += max(int(part / self._step_seconds), 1)
+                if part == 10.0:
+                    self.add("alive", **self.place())
+
+    def _save(self):
+        taken, seconds = self.now, self._drawn.gauss(0.9, 0.15) + (self._drawn.random() < 0.04) * 3
+        self.now += max(seconds, 0.1)
+        name = f"{self.step}.ckpt"
+        size = 48_300_000 + self.step
+        self.add(
+            "autosave", name=name, taken=taken, seconds=max(seconds, 0.1), bytes=size, behind=False, **self.place()
+        )
+        self.saved = self.step
+
+    def wait(self, seconds):
+        """Let time go by without a process."""
+        self.now += seconds
+
+    def end(self, reason="finished", text=""):
+        """End the fit, in words."""
+        self.add("end", reason=reason, text=text, saved=self.place(self.saved), **self.place())
+
+
+def faulty(*, num_faults=4, hours=2.0, save_every=60.0, seed=1, down=180.0, run_id="resnet-50-imagenet"):
+    """Return the report of a run with faults, some of which it could say."""
+    drawn = random.Random(seed)
+    run = ImaginedRun(seed=seed, save_every=save_every)
+    for number in range(num_faults):
+        run.begin(notes=("torch 2.12.1 before, 2.13.0 now: the last bits of sums may differ.",) if number == 2 else ())
+        run.train(drawn.uniform(0.5, 1.5) * hours * 3600 / (num_faults + 1))
+        if number % 3 == 1:
+            run.end("stopped by SIGTERM", "SIGTERM came; an autosave was written within 25 seconds.")
+        run.wait(drawn.expovariate(1 / down) + 4)
+    run.begin()
+    run.train(hours * 3600 / (num_faults + 1))
+    run.end()
+    return made_of(run.lines, run_id=run_id)
+
+
+def calm(*, hours=1.0):
+    """Return the report of a run that nothing happened to."""
+    run = ImaginedRun(save_every=120.0)
+    run.begin()
+    run.train(hours * 3600)
+    run.end()
+    return made_of(run.lines, run_id="calm")
+
+
+def made_of(lines, *, run_id="run", is_whole=True, made=BEGAN + 1e6):
+    """Return the report of lines."""
+    return report_of(history_of(lines), run_id=run_id, path=f"/mnt/runs/{run_id}", made=made, is_whole=is_whole)

@@ -1,0 +1,257 @@
+"""``report``: which run it finds, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_faulttolerant.checkpoint.stores.remote import RemoteStore
+from lightning_faulttolerant.cli.report.text import report_lines
+from lightning_faulttolerant.cli.report.words import duration_text, end_text
+from lightning_faulttolerant.records.accounting import report_of
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.goodput import KINDS
+from lightning_faulttolerant.records.shortening import text_of
+from tests.cli.checkpoints import call, save_series
+from tests.records.made import Story
+
+Capture = pytest.CaptureFixture[str]
+
+
+def killed_and_done(now: float = 1_700_000_000.0) -> Story:
+    """Return a run that was killed, stopped and finished."""
+    story = Story(now).begin(since=10).wait(20).start()
+    for _ in range(20):
+        story.train(100, 10).autosave(seconds=0.5, num_bytes=1_000_000)
+    story.train(60, 6).alive().wait(600).wait(10).begin(since=10).wait(20)
+    story.start(resumed=5, name=story.newest, batch=200).train(1000, 100).autosave(seconds=2.5, num_bytes=1_000_000)
+    story.end("stopped by SIGTERM").wait(30).begin().wait(20).start(resumed=5, name=story.newest, batch=300)
+    return story.train(500, 50).autosave(seconds=1).end().wait(5).done()
+
+
+def write(directory: Path, story: Story) -> Path:
+    """Write the history of a run, and return its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "history.jsonl").write_bytes(text_of(story.lines))
+    return directory
+
+
+def lines_of(story: Story, **options: Any) -> list[str]:
+    """Return the text of a report."""
+    report = report_of(history_of(story.lines), run_id="train-1", path="/runs/train-1", made=story.now, **options)
+    assert report is not None
+    return list(report_lines(report))
+
+
+# What it says.
+
+
+def test_report_tells_each_process(capsys: Capture, tmp_path: Path) -> None:
+    """A row for each process: how long it was there, from where to where it went, and why it ended."""
+    found = call(capsys, "report", write(tmp_path / "train-1", killed_and_done()))
+    assert (found.status, found.err) == (0, "")
+    assert found.lines[0] == "Run train-1"
+    assert found.lines[1] == str(tmp_path / "train-1")
+    header = next(number for number, line in enumerate(found.lines) if line.startswith("#"))
+    rows = [line.split() for line in found.lines[header : header + 4]]
+    assert rows[0] == ["#", "STARTED", "LASTED", "FROM", "TO", "SAVES", "ENDED"]
+    assert [row[-6:] for row in rows[1:]] == [
+        ["35m", "00s", "start", "2:6", "20", "killed"],
+        ["17m", "12s", "2:0", "3:0", "1", "SIGTERM"],
+        ["8m", "41s", "3:0", "end", "1", "finished"],
+    ]
+
+
+def test_report_accounts_for_the_time() -> None:
+    """Each kind of time has its line, with its share; the shares and the goodput are those of the account."""
+    story = killed_and_done()
+    [chapter] = history_of(story.lines).chapters
+    lines = lines_of(story)
+    first = next(number for number, line in enumerate(lines) if line.startswith("Where "))
+    shares = {line[2:30].strip(): float(line.split("%")[0].split()[-1]) for line in lines[first + 1 : first + 9]}
+    assert list(shares) == [
+        "training that counted",
+        "waiting for autosaves",
+        "outside of fits",
+        "start of the first process",
+        "restoring",
+        "work that was done again",
+        "no process",
+        "starts of later processes",
+    ]
+    assert sum(shares.values()) == pytest.approx(100, abs=0.4)
+    total = chapter.done - chapter.processes[0].began if chapter.done else 0.0
+    assert lines[first] == f"Where {duration_text(total)} went"
+    assert shares["training that counted"] == pytest.approx(100 * 3500 / total, abs=0.05)
+    up, lost = 3500 / (total - 630), duration_text(60 + 630 + 25 + 15)
+    assert (
+        lines[first + 9] == f"Goodput {3500 / total:.1%} ({up:.1%} while there was a process); lost to faults {lost}."
+    )
+
+
+def test_report_tells_of_the_slowest_save() -> None:
+    """How many autosaves there were, how large they were, and for which training waited longest."""
+    text = " ".join(" ".join(lines_of(killed_and_done())).split())
+    assert "22 autosaves, 21 MB in all." in text
+    assert "Training waited longest for the one of epoch 3, batch 0 (1 MB): 2.5 s." in text
+
+
+def test_report_fits_a_terminal() -> None:
+    """No line is longer than 80 characters, however long things take and are called."""
+    story = Story().wait(10**6).begin(since=10**6).wait(86_400).start()
+    for _ in range(12):
+        story.train(10**6, 123_456).autosave(seconds=12_345, num_bytes=10**12)
+        story.wait(10**6).begin().start(resumed=100, name=story.newest, batch=story.batch)
+        story.lines[-1]["resumed"]["not_exact"] = ["the workers' random generators are not carried over"] * 3
+        story.train(5).end("AVeryLongNameOfAnExceptionOfTheUser")
+        story.lines[-1]["text"] = "AVeryLongNameOfAnExceptionOfTheUser: " + "many words " * 20
+    lines = lines_of(story)
+    assert max(map(len, lines)) <= 80
+    assert any("did NOT go on exactly: the workers'" in line for line in lines)
+    assert any(line.startswith("Process 2: AVeryLongName") for line in lines)
+
+
+def test_fits_of_a_script_have_rows_of_their_own() -> None:
+    """Where a script has several fits each is a row, with its number."""
+    story = Story().begin().start().train(9, 9).end().begin(same=True, fit=2).start().train(9, 9).end().done()
+    rows = [line.split() for line in lines_of(story) if line.startswith(("#", "1"))]
+    assert rows[0][:2] == ["#", "FIT"]
+    assert [row[:2] for row in rows[1:]] == [["1", "1"], ["1", "2"]]
+
+
+def test_hundreds_of_restarts_are_shortened() -> None:
+    """Of very many processes the first and the last are shown."""
+    story = Story().begin().start().autosave()
+    for _ in range(500):
+        story.train(9, 9).autosave(seconds=1).wait(1).begin().start(resumed=1, name=story.newest, batch=story.batch)
+    lines = lines_of(story)
+    assert "... 461 more, --json tells all ..." in lines
+    assert len(lines) < 70
+    assert any(line.startswith("501  ") for line in lines)
+
+
+def test_last_chapter_is_shown_or_all(capsys: Capture, tmp_path: Path) -> None:
+    """A run that was started again when it was over shows its last chapter; ``--all`` shows all of them."""
+    story = killed_and_done()
+    story.wait(100).begin().start().train(77, 7).end().done()
+    directory = write(tmp_path, story)
+    found = call(capsys, "report", directory)
+    assert "Chapter 2 of 2 (--all shows the 1 chapter before it)" in found.lines
+    assert [line.split()[0] for line in found.lines if line[:1].isdecimal()] == ["1"]
+    found = call(capsys, "report", directory, "--all")
+    assert [line for line in found.lines if line.startswith("Chapter")] == ["Chapter 1 of 2", "Chapter 2 of 2"]
+
+
+def test_forgotten_processes_are_said() -> None:
+    """Where the history was shortened by whole processes the report says so."""
+    story = Story()
+    story.lines.append({"event": "shortened", "number": 17, "since": 1.0, "time": 2.0})
+    story.begin().start().train(3).end()
+    assert "Of the first 17 processes nothing is known any more" in " ".join(lines_of(story))
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    """Names and messages in the file can't move the cursor."""
+    story = Story().begin().start().train(3).end("\x1b[31mError")
+    story.lines[-1]["text"] = "\x1b[31mError: \x07"
+    assert all(line.isprintable() for line in lines_of(story))
+
+
+@pytest.mark.parametrize(("age", "text"), [(20.0, "may be running"), (200.0, "killed")])
+def test_run_that_may_be_running_is_called_so(age: float, text: str) -> None:
+    """Without an end the last process may be running while its last sign of life is fresh; earlier ones were killed."""
+    story = Story().begin().start().train(5)
+    story.alive()
+    [fit] = history_of(story.lines).chapters[0].fits
+    assert end_text(fit, is_last=True, made=story.now + age) == text
+    assert end_text(fit, is_last=False, made=story.now) == "killed"
+
+
+# Which run.
+
+
+def test_newest_of_several_runs_is_reported(capsys: Capture, tmp_path: Path) -> None:
+    """In a ``dirpath`` with several runs the one that was alive last is reported, the others are listed."""
+    write(tmp_path / "old", killed_and_done(1_600_000_000.0))
+    write(tmp_path / "new", killed_and_done(1_700_000_000.0))
+    (tmp_path / "none").mkdir()
+    found = call(capsys, "report", tmp_path)
+    assert (found.status, found.lines[0]) == (0, "Run new")
+    assert "Other runs there: 1" in found.lines
+    assert found.lines[-1].split()[0] == "old"
+
+
+@pytest.mark.parametrize("below", [".", "fault_tolerance", "fault_tolerance/run", "fault_tolerance/run/history.jsonl"])
+def test_run_is_found_from_above(capsys: Capture, tmp_path: Path, below: str) -> None:
+    """``default_root_dir``, ``dirpath``, the run's directory and the file itself lead to the run."""
+    write(tmp_path / "fault_tolerance" / "run", killed_and_done())
+    found = call(capsys, "report", tmp_path / below)
+    assert (found.status, found.lines[0]) == (0, "Run run")
+
+
+def test_run_below_a_url_is_found(capsys: Capture) -> None:
+    """A run in a store is reported by its URL, and by the one above it."""
+    url = f"memory://{uuid.uuid4().hex}"
+    RemoteStore(f"{url}/run").replace("history.jsonl", text_of(killed_and_done().lines))
+    for place in (url, f"{url}/run", f"{url}/run/history.jsonl"):
+        found = call(capsys, "report", place)
+        assert (found.status, found.lines[:2]) == (0, ["Run run", f"{url}/run"])
+    assert call(capsys, "report", f"memory://{uuid.uuid4().hex}").status == 1
+
+
+def test_nothing_to_report(capsys: Capture, tmp_path: Path) -> None:
+    """A directory without a history is told from one that is not there."""
+    save_series(tmp_path / "run" / "fit-1", 1)
+    found = call(capsys, "report", tmp_path)
+    assert (found.status, found.out) == (1, "")
+    assert "There is no history of a run in" in found.err
+    found = call(capsys, "report", tmp_path / "missing")
+    assert (found.status, "No such file or directory" in found.err) == (2, True)
+
+
+def test_other_commands_are_not_confused(capsys: Capture, tmp_path: Path) -> None:
+    """``list``, ``verify`` and ``prune`` look at checkpoints only, and leave the history alone."""
+    directory = write(tmp_path / "run", killed_and_done())
+    save_series(directory / "fit-1", 3)
+    assert "history" not in call(capsys, "list", tmp_path).out
+    assert call(capsys, "verify", tmp_path).status == 0
+    assert call(capsys, "prune", tmp_path, "--keep-last=1", "--damaged", "--superseded").status == 0
+    assert (directory / "history.jsonl").read_bytes() == text_of(killed_and_done().lines)
+
+
+# In other forms.
+
+
+def test_json_tells_all(capsys: Capture, tmp_path: Path) -> None:
+    """``--json`` gives processes, fits, autosaves, the account and its segments."""
+    write(tmp_path / "other", killed_and_done(1_600_000_000.0))
+    found = call(capsys, "report", write(tmp_path / "run", killed_and_done()).parent, "--json")
+    told = json.loads(found.out)
+    assert (told["run_id"], told["num_chapters"], told["other_runs"]) == ("run", 1, ["other"])
+    [chapter] = told["chapters"]
+    assert [process["fits"][0]["reason"] for process in chapter["processes"]] == [
+        None,
+        "stopped by SIGTERM",
+        "finished",
+    ]
+    assert len(chapter["processes"][0]["fits"][0]["autosaves"]) == 20
+    account = chapter["account"]
+    assert account["total"] == pytest.approx(sum(account[kind] for kind in KINDS))
+    lengths = [segment["ended"] - segment["began"] for segment in chapter["segments"]]
+    assert sum(lengths) == pytest.approx(account["total"])
+    assert told["made"] == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00049, "0 s"), (0.9994, "999 ms"), (0.9996, "1.0 s"), (59.4, "59.4 s"), (59.7, "60 s"), (61, "1m 01s"),
+     (3599.6, "1h 00m"), (47.9 * 3600, "47h 54m"), (48 * 3600, "2d 00h"), (400 * 86400, "400d 00h")],
+)  # fmt: skip
+def test_lengths_of_time_read_well(seconds: float, text: str) -> None:
+    """Two units at most, rounded, and never sixty of a smaller one."""
+    assert duration_text(seconds) == text

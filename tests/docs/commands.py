@@ -1,0 +1,169 @@
+"""Holds the command lines of a page against the programs that they call: does each command, option and file exist?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+
+from lightning_faulttolerant.cli.command import _parser
+from tests.docs.pages import ROOT, Block
+
+# Programs of others, of whose options nothing is known here.
+OTHERS = {
+    "aws",
+    "curl",
+    "docker",
+    "gcloud",
+    "gsutil",
+    "kubectl",
+    "sacct",
+    "sbatch",
+    "scontrol",
+    "squeue",
+    "sudo",
+    "tensorboard",
+    "zip",
+}
+SHELL = {
+    "break",
+    "cd",
+    "cp",
+    "do",
+    "done",
+    "echo",
+    "exec",
+    "export",
+    "fi",
+    "if",
+    "kill",
+    "ls",
+    "mkdir",
+    "rm",
+    "sleep",
+    "test",
+    "timeout",
+    "trap",
+    "ulimit",
+    "until",
+    "wait",
+    "while",
+}
+# What a reader's own training is called.
+READERS_SCRIPTS = {"train.py", "main.py", "my_train.py"}
+
+_SUBSTITUTED = re.compile(r"^\s*\w+=\$\((.*)\)\s*$")  # name=$(command ...)
+
+
+def fault_of(block: Block) -> str:
+    """Say what is wrong in a block of commands; empty if nothing is."""
+    script = session_input(block.code) if block.language == "console" else block.code
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    if checked.returncode:
+        return checked.stderr
+    return "\n".join(filter(None, map(_fault_of_line, _commands(script))))
+
+
+def session_input(code: str) -> str:
+    """Return what is typed in a session: the lines behind ``$``."""
+    return "\n".join(line.removeprefix("$ ") for line in code.splitlines() if line.startswith("$ "))
+
+
+def _commands(script: str) -> Iterator[list[str]]:
+    """Yield the words of each command, without variables that are set for it alone."""
+    script = re.sub(r"\\\n\s*", " ", script)
+    for line in script.splitlines():
+        try:
+            words = shlex.split(_SUBSTITUTED.sub(r"\1", line), comments=True)
+        except ValueError:  # quotes over several lines
+            continue
+        words = words[
+            next((n for n, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words)) :
+        ]
+        if words:
+            yield _before_a_pipe(words)
+
+
+def _before_a_pipe(words: list[str]) -> list[str]:
+    ends = [number for number, word in enumerate(words) if word in {"|", "&&", "||", ";", "&", ">", ">>"}]
+    return words[: ends[0]] if ends else words
+
+
+def _fault_of_line(words: list[str]) -> str:
+    program, *arguments = words
+    if program in OTHERS or program in SHELL:
+        return ""
+    check = _PROGRAMS.get(program)
+    if check is None:
+        return f"{program}: not a program that the pages may call; see tests/docs/commands.py"
+    fault = check(arguments)
+    return f"{shlex.join(words)}: {fault}" if fault else ""
+
+
+def _ours(arguments: list[str]) -> str:
+    """Ask the real parser."""
+    return _said_by(_parser(arguments), arguments)
+
+
+def _said_by(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
+    """Return what a parser complains of."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            parser.parse_args(arguments)
+    except SystemExit as stop:
+        return said.getvalue() if stop.code else ""
+    return ""
+
+
+def _make(arguments: list[str]) -> str:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return ", ".join(word for word in arguments if "=" not in word and word not in targets)
+
+
+def _python(arguments: list[str]) -> str:
+    match arguments:
+        case ["-m", "lightning_faulttolerant", *rest]:
+            return _ours(rest)
+        case ["-m", "pip", *rest]:
+            return _pip(rest)
+        case ["-c", *_] | ["-m", "http.server", *_]:
+            return ""
+        case [script, *_] if script in READERS_SCRIPTS or (ROOT / script).is_file():
+            return ""
+    return "no such script"
+
+
+def _pip(arguments: list[str]) -> str:
+    """Check that the extras exist."""
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(r"^(\w+) = \[", pyproject.partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    asked = re.findall(r"(?:^|\s)(?:\.|lightning-faulttolerant)\[([\w,-]+)\]", " ".join(arguments))
+    return ", ".join(extra for part in asked for extra in part.split(",") if extra not in extras)
+
+
+def _torchrun(arguments: list[str]) -> str:
+    """Ask torchrun's own parser, then look at the script."""
+    from torch.distributed.run import get_args_parser  # takes a second
+
+    fault = _said_by(get_args_parser(), arguments)
+    return fault or _python([get_args_parser().parse_args(arguments).training_script])
+
+
+def _srun(arguments: list[str]) -> str:
+    """Check what is run behind the options of `srun`."""
+    return _fault_of_line(arguments[next((n for n, word in enumerate(arguments) if not word.startswith("-")), 0) :])
+
+
+_PROGRAMS: dict[str, Callable[[list[str]], str]] = {
+    "lightning-faulttolerant": _ours,
+    "make": _make,
+    "pip": _pip,
+    "python": _python,
+    "srun": _srun,
+    "torchrun": _torchrun,
+}

@@ -1,0 +1,79 @@
+"""The example for SLURM does what its first lines say, with programs in the place of SLURM's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.example_runs import EXAMPLES, assert_went_on, example, strike_behind_saves
+from tests.processes import Script
+
+JOB = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NAME": "digits",
+    "SLURM_NTASKS": "1",
+    "SLURM_NTASKS_PER_NODE": "1",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "localhost",
+    # Two threads that wait for each other take a hundred times as long where other tests have the cores.
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def install(directory: Path, name: str) -> None:
+    """Put a program of SLURM's into `directory`, which notes how it was called."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(f'#!/bin/sh\necho "$@" "in $RUN_DIRECTORY" >> {directory}/{name}.txt\n')
+    (directory / name).chmod(0o755)
+
+
+def test_the_job_script_starts_the_training(tmp_path: Path) -> None:
+    """The script makes the directory of the run where the job was submitted, and srun starts what lies beside it."""
+    install(tmp_path / "bin", "srun")
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    job = EXAMPLES / "slurm" / "train.sbatch"
+    subprocess.run(["bash", job], env=environment, check=True, timeout=60)
+    assert (tmp_path / "run").is_dir()
+    [line] = (tmp_path / "bin" / "srun.txt").read_text().splitlines()
+    assert line == f"--kill-on-bad-exit=0 python train.py in {tmp_path}/run"
+    options = re.findall(r"^#SBATCH --([a-z-]+)", job.read_text(), flags=re.MULTILINE)
+    assert {"requeue", "signal", "open-mode", "nodes", "ntasks-per-node"} <= set(options)
+    assert (EXAMPLES / "slurm" / "train.py").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
+def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the notice it saves and is queued again; its next start ends with the same weights."""
+    install(tmp_path / "bin", "scontrol")
+    for name, value in {**JOB, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+
+    def job(directory: Path) -> Callable[[], None]:
+        def main() -> None:
+            os.environ["RUN_DIRECTORY"] = str(directory / "run")
+            example("slurm/train.py", directory, num_epochs=3)()
+
+        directory.mkdir(exist_ok=True)
+        return main
+
+    whole = Script(job(tmp_path / "whole")).wait()
+    assert whole.exit_code == 0, whole.output
+    noticed = strike_behind_saves(Script(job(tmp_path / "cut")), tmp_path / "cut", signum=signal.SIGUSR1)
+    assert noticed.exit_code != 0, noticed.output
+    assert (tmp_path / "bin" / "scontrol.txt").read_text().split()[:2] == ["requeue", "4711"]
+    last = Script(job(tmp_path / "cut"), seed=2).wait()
+    assert last.exit_code == 0, last.output
+    assert_went_on(last)
+    found = [re.findall(r"^weights \w{16}$", ended.output, flags=re.MULTILINE) for ended in (whole, last)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 1

@@ -1,0 +1,119 @@
+"""ThroughputMonitor counts on behind a resume, and its time and rates are those of training alone."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ThroughputMonitor, throughput_monitor
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.adapters import compat as adapters
+from tests.hook_saves import NAME, assert_goes_on_from, saver
+from tests.kills import run_whole_and_killed
+from tests.processes import run
+from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
+
+pytestmark = for_ranks
+
+
+class Clock:
+    """Stands in for ``time``; never the same when two processes come to the same place."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Moves(Callback):
+    """Moves the clock: no two batches take the same time, and the start of a training takes long."""
+
+    def __init__(self) -> None:
+        self.clock = throughput_monitor.time = adapters.time = Clock()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.clock.now += 1000
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 1 + batch_idx / 8
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.clock.now += 0.25 + batch_idx / 16
+
+
+class Measured(Net):
+    """Says what a batch costs."""
+
+    flops_per_batch = 64
+
+
+def monitor() -> ThroughputMonitor:
+    """Return one that counts lengths too, of which there are many: Lightning 2.5 wants more of them than of samples."""
+    return ThroughputMonitor(len, length_fn=lambda batch: 100 * len(batch), window_size=3)
+
+
+def rows(directory: Path) -> list[dict[str, str]]:
+    """Return what was logged, row by row."""
+    with open(directory / "lightning_logs/version_0/metrics.csv") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
+@each_cut
+def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path) -> None:
+    """Each row is the uninterrupted run's, those of validation runs and the first behind the resume included."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        ordered = [monitor(), *callbacks] if in_front else [*callbacks, monitor()]
+        fit_net([Moves(), *ordered], directory, module=Measured(), logger=CSVLogger(directory), val_check_interval=4)
+
+    runs = run_whole_and_killed(main, tmp_path, [cut.kill], every_n_train_steps=cut.every)
+    expected = rows(runs.whole)
+    assert rows(runs.killed) == expected
+    rates = [row for row in expected if "train/device/samples_per_sec" in row]
+    assert len(rates) == 14  # of 16 batches the first two have no full window
+    assert {"train/batches", "train/samples", "train/lengths", "train/time"} < rates[-1].keys()
+    assert "validate/batches" in {name for row in expected for name in row}
+
+
+def test_the_clock_is_no_difference() -> None:
+    """What holds a run to the law does not compare the times that it keeps, which are other ones in every run."""
+    assert_goes_on(FIRST_EPOCH, users=lambda: [monitor()], module=Measured, log_every_n_steps=100)
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_counts() -> None:
+    """With two ranks, of which one keeps nothing, both go on."""
+    module = type("MeasuredRank", (RankNet,), {"flops_per_batch": 64})
+    assert_ranks_go_on(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
+
+
+def test_saved_in_front_of_its_hook() -> None:
+    """A checkpoint saved at the end of a validation run, whose end it has not seen: it adds that time all the same."""
+
+    def users() -> list[Callback]:
+        return [Moves(), saver("on_validation_end", 0), monitor()]
+
+    assert_goes_on_from("on_validation_end", users=users, module=Measured, val_check_interval=4)
+
+
+def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> None:
+    """One saved in front of its hook for the end of a batch can't go on exactly, and says so instead of failing."""
+
+    def main(path: Path | None) -> None:
+        saving = [saver("on_train_batch_end", 2)] if path is None else []
+        callbacks = [FaultTolerance(tmp_path / "autosaves"), *saving, monitor()]
+        fit_net(callbacks, tmp_path, module=Measured(), ckpt_path=path, max_epochs=1)
+
+    saved = run(lambda: main(None))
+    assert saved.exit_code == 0, saved.output
+    ended = run(lambda: main(tmp_path / NAME))
+    assert ended.exit_code == 1
+    assert "ThroughputMonitor.on_train_batch_end stood behind the hook that saved" in ended.output

@@ -1,0 +1,46 @@
+"""What the tests of ledgers share: the ledgers of a run's processes, joined where each went on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.ledger import Fit, read_ledger
+
+__all__ = ["compared", "joined", "read_ledger"]
+
+_NOT_COMPARED = ("time", "path", "pid")
+
+
+def compared(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what two runs must have in common: all but times, and when somebody saved."""
+    kept = (line for line in lines if line["event"] != ledger.AUTOSAVE)
+    return [{name: value for name, value in line.items() if name not in _NOT_COMPARED} for line in kept]
+
+
+def joined(processes: Sequence[Fit]) -> list[dict[str, Any]]:
+    """Return what a fit did in all its processes together, as `records.ledger` says."""
+    lines: list[dict[str, Any]] = []
+    for process in processes:
+        if process.resumed is not None:
+            lines = _in_front_of(process.resumed, lines)
+        lines += compared(process.events)
+    return lines
+
+
+def _in_front_of(resumed: dict[str, Any], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    position = (resumed["epoch"], resumed["batch"])
+    kept = list(itertools.takewhile(lambda line: line["event"] != ledger.END and _done(line) <= position, lines))
+    if resumed["text"].startswith("at the validation run"):
+        kept = [line for line in kept if _done(line) < position or not _is_of_validation(line)]
+    return kept
+
+
+def _done(line: dict[str, Any]) -> tuple[int, int]:
+    return line["epoch"], line["batch"] + (line["event"] == ledger.BATCH)
+
+
+def _is_of_validation(line: dict[str, Any]) -> bool:
+    return line["event"] == ledger.VALIDATED or bool(line.get("validating"))

@@ -1,0 +1,150 @@
+"""Histories as runs write them, made without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, BEGIN, DONE, END, START
+from lightning_faulttolerant.records.lines import Line
+
+BATCHES_PER_EPOCH = 100
+
+
+class Story:
+    """Writes the lines of a run whose clock is told to go on."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+        self.lines: list[Line] = []
+        self.fit = 1
+        self.batch = 0
+        self.num_autosaves = 0
+        self.num_processes = 0
+
+    def wait(self, seconds: float) -> Story:
+        """Let time pass."""
+        self.now += seconds
+        return self
+
+    def train(self, seconds: float, batches: int = 1) -> Story:
+        """Let time pass in which batches are trained."""
+        self.batch += batches
+        return self.wait(seconds)
+
+    def begin(self, *, since: float = 0.0, same: bool = False, fit: int = 1) -> Story:
+        """Begin a fit, in a new process that was started `since` seconds ago, or in the same one."""
+        self.num_processes += not same
+        self.fit = fit
+        token = f"process-{self.num_processes}"
+        began = self.now - since
+        return self._add(BEGIN, process=token, pid=self.num_processes, host="here", process_began=began)
+
+    def start(self, *, resumed: float | None = None, name: str = "", batch: int = 0, continues: bool = True) -> Story:
+        """Let the fit start, at a batch, resumed in so many seconds from an autosave."""
+        self.batch = batch
+        told = None
+        if resumed is not None:
+            path = f"/runs/run/fit-{self.fit}/{name}"
+            told = {"path": path, "position": "somewhere", "seconds": resumed, "exact": ["weights"]}
+            told = {**told, "not_exact": [], "notes": []}
+        return self._add(START, **self.place, num_ranks=1, continues=continues and told is not None, resumed=told)
+
+    def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100) -> Story:
+        """Let training wait for an autosave, or write it behind training in so many seconds more."""
+        taken, place = self.now, self.place
+        self.wait(seconds + written_in)
+        self.num_autosaves += 1
+        waited = {"taken": taken, "seconds": seconds, "behind": written_in > 0, "bytes": num_bytes}
+        return self._add(AUTOSAVE, **place, **waited, name=self.newest)
+
+    def alive(self) -> Story:
+        """Leave a sign of life."""
+        return self._add(ALIVE, **self.place)
+
+    def end(self, reason: str = "finished") -> Story:
+        """End the fit."""
+        return self._add(END, **self.place, reason=reason, text="", saved=None)
+
+    def done(self) -> Story:
+        """End the script."""
+        self.lines.append({"event": DONE, "time": self.now})
+        return self
+
+    @property
+    def newest(self) -> str:
+        """The name of the newest autosave."""
+        return f"autosave-{self.num_autosaves:08d}.ckpt"
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The place that the fit is at."""
+        epoch, batch = divmod(self.batch, BATCHES_PER_EPOCH)
+        return {"epoch": epoch, "batch": batch, "global_step": self.batch}
+
+    def _add(self, event: str, **more: Any) -> Story:
+        self.lines.append({"event": event, "fit": self.fit, "time": self.now, **more})
+        return self
+
+
+lengths = st.integers(0, 50).map(float)
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    """Return a run of several processes: killed, stopped or finished, resumed from an autosave or begun anew."""
+    story = Story()
+    saved: dict[int, list[tuple[str, int]]] = {}
+    finished = 0
+    for number in range(draw(st.integers(1, 4))):
+        if number:
+            story.wait(draw(lengths))
+        since = draw(lengths)
+        story.wait(since)
+        for fit in range(1, draw(st.integers(1, 2)) + 1):
+            story.begin(since=since if fit == 1 else 0.0, same=fit > 1, fit=fit)
+            if draw(st.integers(0, 5)) == 0:
+                break  # killed before its first batch
+            _start(draw, story, saved.get(fit, []))
+            if fit <= finished:
+                story.end()
+                continue
+            _train(draw, story, saved.setdefault(fit, []))
+            how = draw(st.sampled_from(["killed", "stopped", "finished"]))
+            if how == "stopped":
+                story.end("stopped by SIGTERM")
+            if how != "finished":
+                break
+            finished = fit
+            story.autosave(seconds=draw(lengths)).end()
+            saved[fit].append((story.newest, story.batch))
+            story.wait(draw(lengths))
+        else:
+            if draw(st.booleans()):
+                story.done()
+                finished, saved = 0, {}
+    return story
+
+
+def _start(draw: st.DrawFn, story: Story, saved: list[tuple[str, int]]) -> None:
+    restored = draw(lengths)
+    story.wait(draw(lengths) + restored)
+    if not saved or draw(st.integers(0, 7)) == 0:
+        story.start()
+        return
+    name, batch = saved[-1] if draw(st.booleans()) else draw(st.sampled_from(saved))
+    is_known = draw(st.integers(0, 5)) > 0
+    story.start(resumed=restored, name=name if is_known else "hpc_ckpt_1.ckpt", batch=batch)
+
+
+def _train(draw: st.DrawFn, story: Story, saved: list[tuple[str, int]]) -> None:
+    for step in draw(st.lists(st.sampled_from(["train", "save", "behind", "alive"]), max_size=12)):
+        if step == "train":
+            story.train(draw(lengths), draw(st.integers(1, 120)))
+        elif step == "alive":
+            story.alive()
+        else:
+            written_in = draw(lengths) if step == "behind" else 0.0
+            story.autosave(seconds=draw(lengths), written_in=written_in)
+            saved.append((story.newest, story.batch))

@@ -1,0 +1,178 @@
+"""The account of a run's time: each second of it is in one place, and in the right one."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.records.accounting import chapter_report, report_of
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.goodput import KINDS, SAVING, Account
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, BEGIN, DONE, END, SHORTENED, START
+from tests.records.made import Story, stories
+
+
+def account_of(story: Story) -> dict[str, float]:
+    """Return what is not zero in the account of the only chapter of a run."""
+    [chapter] = history_of(story.lines).chapters
+    account = chapter_report(chapter).account
+    return {kind: getattr(account, kind) for kind in KINDS if getattr(account, kind)}
+
+
+def test_run_without_a_fault() -> None:
+    """A run that was never disturbed has started, trained and waited for its autosaves, and nothing is lost."""
+    story = Story().wait(5).begin(since=5).wait(2).start()
+    story.autosave(seconds=1).train(100).autosave(seconds=3).train(50).autosave(seconds=1).end().wait(4).done()
+    assert account_of(story) == {"starting": 7, "training": 150, "saving": 5, "outside": 4}
+    [chapter] = history_of(story.lines).chapters
+    account = chapter_report(chapter).account
+    assert (account.total, account.lost, account.goodput) == (166, 0, 150 / 166)
+
+
+def test_killed_run_does_work_again() -> None:
+    """What was trained behind the autosave that a restart used is lost, up to the last sign of life; then it is down.
+
+    The same work counts when it is done the second time.
+    """
+    story = Story().begin().start().autosave(seconds=1).train(100).autosave(seconds=2)
+    story.train(30).alive()
+    story.wait(60).wait(5).begin(since=5).wait(7).start(resumed=3, name=story.newest, batch=1).train(40).end().done()
+    assert account_of(story) == {
+        "training": 100 + 40,
+        "saving": 3,
+        "redone": 30,
+        "down": 60,
+        "restarting": 5 + 7 - 3,
+        "restoring": 3,
+    }
+
+
+def test_autosave_written_behind_training_has_the_state_of_before() -> None:
+    """Training that went on while an autosave was written behind it is lost with the process."""
+    story = Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).alive()
+    story.begin().start(resumed=0, name=story.newest, batch=1).train(10).end()
+    assert account_of(story) == {"training": 110, "saving": 1, "redone": 25}
+
+
+def test_process_that_saved_nothing_is_lost_whole() -> None:
+    """Where a third process resumes from an autosave of the first, all that the second has trained is lost."""
+    story = Story().begin().start().train(10).autosave()
+    name = story.newest
+    story.train(5).alive().begin().start(resumed=0, name=name, batch=1).train(20).alive()
+    story.wait(1).begin().start(resumed=0, name=name, batch=1).train(30).end()
+    assert account_of(story) == {"training": 40, "redone": 25, "down": 1}
+
+
+def test_run_killed_before_its_first_autosave_begins_again() -> None:
+    """Without an autosave all that was trained is lost, and the restart is of the same chapter."""
+    story = Story().begin().start().train(8).alive().wait(2).begin(since=1).start().train(9).end()
+    assert account_of(story) == {"redone": 8, "training": 9, "down": 1, "restarting": 1}
+
+
+def test_loop_of_crashes_before_the_first_batch() -> None:
+    """Processes that never reach a batch are time of restarts, not of no process."""
+    story = Story().begin().start().autosave().train(10).end("ValueError")
+    for _ in range(3):
+        story.wait(1).wait(4).begin(since=4).wait(2).end("ValueError")
+    assert account_of(story) == {"training": 10, "down": 3, "restarting": 18}
+
+
+def test_fits_of_a_script_keep_their_work() -> None:
+    """A restart that restores a finished fit loses nothing of it; the way to the fit in progress is restarting."""
+    story = Story().begin().start().train(50).autosave(seconds=1).end()
+    first = story.newest
+    story.wait(3).begin(same=True, fit=2).wait(2).start().train(8).autosave().train(20).alive()
+    second = story.newest
+    story.wait(10).begin().wait(4).start(resumed=1, name=first, batch=1).end()
+    story.wait(3).begin(same=True, fit=2).wait(2).start(resumed=1, name=second, batch=1).train(25).end().wait(6).done()
+    assert account_of(story) == {
+        "training": 50 + 8 + 25,
+        "saving": 1,
+        "outside": 5 + 6,
+        "redone": 20,
+        "down": 10,
+        "restoring": 2,
+        "restarting": 3 + 4,
+    }
+
+
+def test_place_tells_where_no_autosave_does() -> None:
+    """Of another checkpoint, such as Lightning's own, the last mark that is not behind its place tells its time."""
+    story = Story().begin().start().train(10, 10).alive().train(10, 10).alive().train(10, 10).alive()
+    story.begin().start(resumed=0, name="hpc_ckpt_1.ckpt", batch=25).train(5).end()
+    assert account_of(story) == {"training": 25, "redone": 10}
+
+
+def test_clock_of_another_machine_is_behind() -> None:
+    """Where a clock goes back no time passes, and nothing gets negative."""
+    story = Story().begin().start().train(10).autosave(seconds=1)
+    story.wait(-500).begin(since=5).start(resumed=1, name=story.newest, batch=1).train(520).end()
+    assert account_of(story) == {"training": 30, "saving": 1}
+
+
+def wall_seconds(story: Story) -> float:
+    """Return the wall time of all chapters, from the first process to the last line of each."""
+    chapters = history_of(story.lines).chapters
+    return math.fsum(
+        (chapter.done or max(process.last_seen for process in chapter.processes)) - chapter.processes[0].began
+        for chapter in chapters
+    )
+
+
+@settings(max_examples=50)
+@given(story=stories())
+def test_parts_sum_up_to_the_whole(story: Story) -> None:
+    """Segments follow each other without gaps, none is negative, and the account adds up to the wall time."""
+    report = report_of(history_of(story.lines), run_id="run", path="/runs/run", made=story.now, is_whole=True)
+    assert report is not None
+    for chapter in report.chapters:
+        assert all(one.ended == other.began for one, other in pairwise(chapter.segments))
+        assert all(segment.seconds > 0 for segment in chapter.segments) or len(chapter.segments) == 1
+        assert chapter.account.total == chapter.ended - chapter.began
+        assert chapter.account.goodput <= chapter.account.goodput_while_up <= 1
+    assert math.fsum(chapter.account.total for chapter in report.chapters) == wall_seconds(story)
+
+
+@settings(max_examples=50)
+@given(story=stories())
+def test_waiting_is_never_lost_from_the_account(story: Story) -> None:
+    """The seconds that training waited for autosaves are in the account, each of them."""
+    waited = math.fsum(line["seconds"] for line in story.lines if line["event"] == AUTOSAVE)
+    chapters = [chapter_report(chapter) for chapter in history_of(story.lines).chapters]
+    assert math.fsum(chapter.account.saving for chapter in chapters) == waited
+    saving = [segment for chapter in chapters for segment in chapter.segments if segment.kind == SAVING]
+    assert math.fsum(segment.seconds for segment in saving) == waited
+
+
+_anything = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 2000), st.floats(), st.text(max_size=3), st.lists(st.integers()),
+    st.dictionaries(st.sampled_from(["epoch", "batch", "global_step", "seconds", "path"]), st.integers(-1, 50)),
+)  # fmt: skip
+_names = [
+    "time", "fit", "process", "process_began", "pid", "host", "epoch", "batch", "global_step", "resumed", "continues",
+    "seconds", "taken", "bytes", "number", "since", "longest", "reason", "text", "saved", "name", "num_ranks",
+]  # fmt: skip
+_events = st.sampled_from([BEGIN, START, AUTOSAVE, AUTOSAVES, ALIVE, END, DONE, SHORTENED, "else", 3])
+
+
+@settings(max_examples=50)
+@given(lines=st.lists(st.builds(
+    lambda event, fit, rest: {"event": event, "fit": fit, **rest},
+    _events, st.integers(0, 2), st.dictionaries(st.sampled_from(_names), _anything),
+)))  # fmt: skip
+def test_whatever_the_lines_say_is_read(lines: list[dict[str, Any]]) -> None:
+    """Lines that somebody has edited, or that another version wrote, never raise, and the parts still sum up."""
+    for chapter in map(chapter_report, history_of(lines).chapters):
+        assert all(one.ended == other.began for one, other in pairwise(chapter.segments))
+        assert chapter.account.total == pytest.approx(chapter.ended - chapter.began)
+
+
+def test_empty_account_has_no_goodput() -> None:
+    """Of no time nothing is a share."""
+    assert (Account().total, Account().goodput, Account().goodput_while_up) == (0, 0, 0)
+    assert report_of(history_of([]), run_id="run", path="run", made=0.0) is None

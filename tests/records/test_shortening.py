@@ -1,0 +1,122 @@
+"""A history that has become long is told in fewer words."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.records.accounting import chapter_report
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.goodput import Account
+from lightning_faulttolerant.records.history import ALIVE, AUTOSAVE, AUTOSAVES, History
+from lightning_faulttolerant.records.lines import parse_lines
+from lightning_faulttolerant.records.shortening import shortened, text_of
+from tests.records.made import Story, stories
+
+
+def accounts_of(history: History) -> list[Account]:
+    """Return the accounts of all chapters."""
+    return [chapter_report(chapter).account for chapter in history.chapters]
+
+
+def told_by(history: History) -> list[object]:
+    """Return what a report tells of each fit."""
+    return [
+        (process.began, fit.number, fit.started, fit.last_seen, fit.reason, fit.place, fit.last_place, fit.resumed,
+         fit.num_autosaves, math.fsum(autosave.seconds for autosave in fit.autosaves),
+         sum(autosave.num_bytes or 0 for autosave in fit.autosaves),
+         max((autosave.longest for autosave in fit.autosaves), default=0.0))
+        for chapter in history.chapters for process in chapter.processes for fit in process.fits
+    ]  # fmt: skip
+
+
+@settings(max_examples=50)
+@given(story=stories(), num_kept=st.integers(0, 3))
+def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
+    """Account, processes, fits and the sums of autosaves stay as they were; shortening again changes nothing more."""
+    once = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
+    before, after = history_of(story.lines), history_of(once)
+    assert (accounts_of(after), told_by(after)) == (accounts_of(before), told_by(before))
+    assert shortened(once, max_bytes=10**9, num_kept=num_kept) == once
+    assert len(once) <= len(story.lines)
+
+
+@settings(max_examples=50)
+@given(story=stories(), more=stories(), num_kept=st.integers(0, 3))
+def test_shortened_history_goes_on(story: Story, more: Story, num_kept: int) -> None:
+    """What is appended behind shortened lines is read as it is behind the whole ones."""
+    lines = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
+    following = [
+        {**line, **{name: line[name] + 1e6 for name in ("time", "taken", "process_began") if name in line}}
+        for line in more.lines
+    ]
+    following = [{**line, "process": f"later-{line['process']}"} if "process" in line else line for line in following]
+    whole, short = history_of([*story.lines, *following]), history_of([*lines, *following])
+    assert [len(chapter.processes) for chapter in short.chapters] == [
+        len(chapter.processes) for chapter in whole.chapters
+    ]
+
+
+def test_weeks_of_autosaves_become_short() -> None:
+    """A run with an autosave each half minute for a week tells all of it in the room of the newest ones."""
+    story = Story().begin().start()
+    for _ in range(20_000):
+        story.train(10, 5).alive().train(10, 5).alive().train(10, 5).autosave(seconds=0.25, num_bytes=1000)
+    lines = shortened(story.lines, max_bytes=10**6)
+    assert len(text_of(lines)) < 60_000
+    assert [line["event"] for line in lines].count(AUTOSAVE) == 200
+    assert [line["event"] for line in lines].count(ALIVE) == 0
+    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
+    assert (sums["number"], sums["seconds"], sums["bytes"]) == (19_800, 19_800 * 0.25, 19_800_000)
+    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
+
+
+def test_longest_of_many_is_remembered() -> None:
+    """The sum of autosaves tells which of them training waited longest for, shortened once or twice."""
+    story = Story().begin().start()
+    for seconds in (1, 2, 9, 3, 1, 1, 1):
+        story.train(10, 5).autosave(seconds=seconds)
+    lines = shortened(shortened(story.lines, max_bytes=10**6, num_kept=4), max_bytes=10**6, num_kept=1)
+    [sums] = [line for line in lines if line["event"] == AUTOSAVES]
+    assert (sums["number"], sums["longest"]["seconds"], sums["longest"]["batch"]) == (6, 9, 15)
+
+
+def test_loop_of_crashes_is_forgotten_from_its_beginning() -> None:
+    """Where processes themselves are too many the oldest are forgotten, which is said, once and again."""
+    story = Story()
+    for _ in range(300):
+        story.begin().start().autosave(seconds=1).train(10).end("ValueError").wait(5)
+    lines = shortened(story.lines, max_bytes=20_000)
+    history = history_of(lines)
+    num_left = sum(len(chapter.processes) for chapter in history.chapters)
+    assert len(text_of(lines)) <= 10_000
+    assert 0 < num_left < 300
+    assert history.num_forgotten == 300 - num_left
+    for _ in range(300):
+        story.begin().start().autosave(seconds=1).train(10).end("ValueError").wait(5)
+    lines = shortened([*lines, *story.lines[len(story.lines) // 2 :]], max_bytes=20_000)
+    history = history_of(parse_lines(text_of(lines)))
+    assert history.num_forgotten == 600 - sum(len(chapter.processes) for chapter in history.chapters)
+    assert lines[0]["since"] == 1000
+
+
+def test_the_last_process_always_stays() -> None:
+    """A single process that tells a lot is not forgotten."""
+    story = Story().begin().start().end().done().begin().start()
+    for fit in range(2, 100):
+        story.end().begin(same=True, fit=fit).start()
+    lines = shortened(story.lines, max_bytes=100)
+    assert [len(chapter.processes[0].fits) for chapter in history_of(lines).chapters] == [99]
+
+
+def test_a_start_from_an_autosave_of_an_earlier_chapter_keeps_its_account() -> None:
+    """What tells when the run was at the place of such an autosave is kept: the marks of the chapter itself."""
+    story = Story().begin().start().train(0, 4).autosave()
+    name = story.newest
+    story.autosave().begin().begin().start().train(1, 1).alive().end("stopped by SIGTERM")
+    story.begin().start(resumed=0.0, name=name, batch=4)
+    lines = shortened(story.lines, max_bytes=10**9, num_kept=0)
+    assert accounts_of(history_of(lines)) == accounts_of(history_of(story.lines))
+    assert accounts_of(history_of(lines))[-1].training == 1.0

@@ -1,0 +1,170 @@
+"""What users expect of all that is printed: whole lines, in any terminal, on rank zero only, at the level they set."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.testing.processes import fork_and_run
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.groups import run_group
+from tests.processes import run
+from tests.rank_runs import for_ranks, rank_fit
+from tests.runs import fit_net
+
+BARS: dict[str, Callable[[], list[Callback]]] = {
+    "rich": lambda: [RichProgressBar()],
+    "tqdm": lambda: [TQDMProgressBar()],
+    "none": list,
+}
+ROWS, COLUMNS = 200, 120
+OURS = ("Resuming from", "Resumed exactly", "  from ", "  exact ", "Stopped by")
+
+
+class Screen:
+    """What a terminal shows of what was written to it: it knows what progress bars use, and no more."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = [""]
+        self.row = self.column = 0
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[^\x1b]", text):
+            if part == "\r":
+                self.column = 0
+            elif part == "\n":
+                self.row += 1
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            elif len(part) == 1:
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + part + line[self.column + 1 :]
+                self.column += 1
+            elif part[-1] == "A":
+                self.row = max(0, self.row - int(part[2:-1] or 1))
+            elif part[-1] == "K":
+                self.lines[self.row] = "" if part == "\x1b[2K" else self.lines[self.row][: self.column]
+            elif part[-1] not in "mhl":
+                raise NotImplementedError(repr(part))
+
+
+def in_terminal(main: Callable[[], Any]) -> tuple[int, list[str]]:
+    """Run `main` in a process whose output is a terminal; return its exit code and what that shows at the end."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    terminal = {"TERM": "xterm", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
+    process_id = fork_and_run(main, output=Path(os.ttyname(slave)), seed=1, environment=terminal)
+    written, done = b"", 0
+    while not done:
+        done, status = os.waitpid(process_id, os.WNOHANG)
+        while select.select([master], [], [], 0.01)[0]:
+            written += os.read(master, 1 << 16)
+    os.close(slave)
+    os.close(master)
+    screen = Screen()
+    screen.write(written.decode())
+    return os.waitstatus_to_exitcode(status), screen.lines
+
+
+@pytest.mark.parametrize("bar", ["rich", "tqdm", pytest.param("none", marks=pytest.mark.slow)])
+def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -> None:
+    """In a terminal each line of ours begins a line, and nothing else is on it, whichever bar is drawn around it."""
+
+    def main(*faults: Callback) -> None:
+        sys.argv = ["script.py"]
+        callbacks = [FaultTolerance(run_id="terminal", every_n_train_steps=1), *BARS[bar](), *faults]
+        fit_net(callbacks, tmp_path, enable_progress_bar=bar != "none", max_epochs=1)
+
+    code, stopped = in_terminal(lambda: main(KillAt(3, signum=signal.SIGTERM)))
+    assert code == 143, stopped
+    code, resumed = in_terminal(main)
+    assert code == 0, resumed
+    lines = [line.removeprefix("INFO: ") for line in stopped + resumed]  # which this process's logging has before each
+    for text in OURS:
+        assert any(line.startswith(text) for line in lines), (text, lines)
+        assert not [line for line in lines if text in line.lstrip() and not line.startswith(text)], lines
+    assert [line.rstrip() for line in lines if line.startswith("Stopped by")] == [
+        "Stopped by SIGTERM before batch 4 of epoch 0. Run the same command again to go on before batch 4 of epoch 0."
+    ]
+    assert bar == "none" or any("Epoch 0" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
+    """Where the output can't show a character of a path, the lines are there all the same, and no logging fails."""
+    directory = tmp_path / "Übung-\N{SNOWMAN}"
+
+    def main(*faults: Callback) -> None:
+        sys.stderr.reconfigure(encoding="ascii", errors="backslashreplace")  # type: ignore[attr-defined]  # as Python's
+        sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115 - until the end
+        fit_net([FaultTolerance(run_id="ascii", every_n_train_steps=1), *faults], directory, max_epochs=1)
+
+    stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
+    assert stopped.exit_code == 143, stopped.output
+    resumed = run(main)
+    assert resumed.exit_code == 0, resumed.output
+    assert "Stopped by SIGTERM" in stopped.output
+    assert "\\xdcbung-\\u2603/fault_tolerance/ascii/fit-1" in resumed.output
+    assert "Logging error" not in stopped.output + resumed.output
+
+
+@pytest.mark.parametrize(
+    ("level", "is_shown"), [pytest.param(logging.INFO, True, marks=pytest.mark.slow), (logging.WARNING, False)]
+)
+def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path: Path) -> None:
+    """Who sets the level of our logger above that of information gets none; what Lightning says is not touched."""
+
+    def main(*faults: Callback) -> None:
+        logging.getLogger("lightning_faulttolerant").setLevel(level)
+        fit_net([FaultTolerance(run_id="other", every_n_train_steps=1), *faults], tmp_path, max_epochs=1)
+
+    stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
+    assert stopped.exit_code == 143, stopped.output
+    resumed = run(main)
+    assert resumed.exit_code == 0, resumed.output
+    lines = stopped.output.splitlines() + resumed.output.splitlines()
+    for text in OURS:
+        assert any(text in line for line in lines) == is_shown, (text, lines)
+    assert any("Restored all states from the checkpoint" in line for line in lines)
+
+
+@pytest.mark.slow
+@for_ranks[0]
+@for_ranks[1]
+def test_ranks_behind_the_first_say_nothing(tmp_path: Path) -> None:
+    """Through a start, autosaves, a stop and a resume on two ranks, only rank 0 says anything of ours."""
+
+    def said(*faults: Callback) -> tuple[list[int], list[str]]:
+        def main(rank: int) -> None:
+            logging.getLogger("lightning_faulttolerant").setLevel(logging.INFO)
+            sys.argv = ["script.py"]
+            callbacks = [FaultTolerance(run_id="ranks", every_n_train_steps=1), *faults]
+            rank_fit(2, max_epochs=1)(callbacks, tmp_path)
+
+        codes, output = run_group(main, num_ranks=2, directory=tmp_path)
+        return codes, output.split("--- rank 1\n")
+
+    codes, (first, second) = said(KillAt(3, signum=signal.SIGTERM))
+    assert codes == [143, 143], first + second
+    codes, (first_again, second_again) = said()
+    assert codes == [0, 0], first_again + second_again
+    for text in OURS:
+        assert text in first + first_again
+    names = ("lightning_faulttolerant", "autosave", *(text.strip() for text in OURS))
+    found = [line for line in (second + second_again).splitlines() if any(name in line for name in names)]
+    assert found == []
