@@ -14,11 +14,13 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
+BUILD := .venv-build/installed.stamp
+DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help environment demo bench test test-all test-slow slow oldest lint types format clean
+.PHONY: help environment demo bench docs docs-live dist browser try-browser test test-all test-slow slow oldest lint types format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,15 +30,37 @@ environment: $(NEWEST)  ## make or update .venv
 demo: $(NEWEST)  ## train, kill twice, restart, compare; figures and logs in demo-output/
 	$(BIN)/python examples/demo/run.py --output demo-output
 
-bench: $(NEWEST)  ## measure speed, resuming and size (20 minutes on a calm machine); tables and plot in docs/
+bench: $(NEWEST)  ## measure speed, resuming and size (40 minutes on a calm machine); tables and plot in docs/
 	$(BIN)/python benchmarks/all.py
+
+docs: $(DOCS)  ## build the documentation into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # --quiet would hide warnings from --strict, too
+
+docs-live: $(DOCS)  ## show the documentation at http://127.0.0.1:8000, and build it anew when a page changes
+	.venv-docs/bin/mkdocs serve
+
+# The wheel is built from the sdist. It is tried where nothing but the package is, and what that depends on.
+dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, look into both, try them in a clean environment
+	rm -rf dist
+	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
+	.venv-build/bin/python tests/release/contents.py dist
+	.venv-dist/bin/python -m pip uninstall -qq --yes lightning-faulttolerant
+	.venv-dist/bin/python -m pip install -qq --constraint requirements/newest.txt dist/*.whl
+	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
+
+browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root), in which tests open the pages of reports
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; }
 
 test: lint types  ## what has to pass before a commit: lint, types, the fast tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
 test-all: test test-slow  ## everything: test, then test-slow
 
-test-slow: slow oldest  ## what test-all adds: slow tests, and the fast ones on the oldest supported Lightning
+test-slow: try-browser slow oldest docs dist  ## what test-all adds: slow tests, the oldest Lightning, docs and dist
+
+try-browser:
+	@$(MAKE) --no-print-directory browser || echo "No browser can be installed here: pages are not opened in one." >&2
 
 slow: $(NEWEST)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
@@ -56,7 +80,7 @@ format: $(NEWEST)  ## let ruff format, and mend what it can
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environments and all that was built or cached
-	rm -rf .venv .venv-oldest demo-output dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf .venv .venv-build .venv-dist .venv-docs .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: requirements/newest.txt
@@ -64,6 +88,20 @@ clean:  ## remove the environments and all that was built or cached
 
 .venv-oldest/torch.stamp: requirements/oldest.txt
 	$(make_environment)
+
+.venv-dist/torch.stamp: requirements/newest.txt
+	$(make_environment)
+
+# Without torch: the build does not need it, and the reference of the documentation is read from the sources.
+$(BUILD): requirements/dist.txt
+	$(make_environment)
+	$(@D)/bin/python -m pip install -qq --requirement $<
+	touch $@
+
+$(DOCS): requirements/docs.txt
+	$(make_environment)
+	$(@D)/bin/python -m pip install -qq --requirement $<
+	touch $@
 
 $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/newest.txt)
@@ -87,7 +125,7 @@ define make_environment
 	fi; \
 	echo "$(@D): $$($$python --version) ($$python)"; \
 	$$python -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install -qq "$$(grep '^torch==' $<)"
+	torch="$$(grep '^torch==' $< || true)"; [ -z "$$torch" ] || $(@D)/bin/python -m pip install -qq "$$torch"
 	touch $@
 endef
 

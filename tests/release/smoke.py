@@ -1,0 +1,146 @@
+"""Tries the package as it is installed: run by the Python of an environment that holds it and what it depends on.
+
+    cd $(mktemp -d) && python -I smoke.py
+
+It trains, kills and resumes a script that knows nothing of the package, by the environment variable, then uses the
+callback, the checkpoint plugin and the loader.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+SCRIPT = """
+import glob, os, signal, time
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+class Kill(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if "KILL" in os.environ and trainer.global_step > 11:
+            time.sleep(0.01)  # until there is an autosave behind the first batch
+            if len(glob.glob("fault_tolerance/*/fit-1/*.ckpt")) > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+torch.manual_seed(0)
+loader = DataLoader(RandomDataset(32, 64), batch_size=8, shuffle=True)
+seed_everything(int(os.environ["SEED"]))
+model = BoringModel()
+trainer = Trainer(
+    max_epochs=100,
+    limit_val_batches=0,
+    accelerator="cpu",
+    logger=False,
+    enable_progress_bar=False,
+    callbacks=[Kill()],
+)
+trainer.fit(model, loader)
+print("weights", model.layer.weight.double().sum().item().hex())
+"""
+
+
+def run_script(directory: Path, *, seed: int = 1, kill: bool = False, is_on: bool = True) -> tuple[int, str]:
+    """Run the script in `directory`; return its exit code and what it printed."""
+    environment = {**os.environ, "SEED": str(seed), "OMP_NUM_THREADS": "1"}
+    environment |= {"KILL": "1"} if kill else {}
+    environment |= {"PL_FAULT_TOLERANT_TRAINING": "1"} if is_on else {}
+    directory.mkdir(exist_ok=True)
+    (directory / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-I", "train.py"]
+    done = subprocess.run(command, cwd=directory, env=environment, check=False, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def try_the_environment_variable(directory: Path) -> None:
+    """A script that is killed goes on by the entry point alone, and ends with the uninterrupted run's weights."""
+    code, whole = run_script(directory / "whole", is_on=False)
+    assert code == 0, whole
+    code, killed = run_script(directory / "cut", kill=True)
+    assert code == -signal.SIGKILL, killed
+    code, resumed = run_script(directory / "cut", seed=2)
+    assert code == 0, resumed
+    assert "Resumed exactly" in resumed, resumed
+    assert "before batch 0 of epoch 0" not in resumed, resumed
+    weights = [line for line in whole.splitlines() if line.startswith("weights")]
+    assert weights, whole
+    assert weights[0] in resumed, whole + resumed
+
+
+def try_in_a_trainer(directory: Path) -> None:
+    """The callback and the checkpoint plugin work in one Trainer, and the file that is written verifies."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
+
+    callback = FaultTolerance(directory / "autosaves", every_n_train_steps=1)
+    trainer = Trainer(
+        max_epochs=1,
+        limit_train_batches=3,
+        limit_val_batches=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=directory,
+        callbacks=[callback],
+        plugins=[AtomicCheckpointIO()],
+    )
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(directory / "end.ckpt")
+    command = [Path(sys.executable).with_name("lightning-faulttolerant"), "verify", directory / "end.ckpt"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def try_in_a_loop() -> None:
+    """A loader goes on behind the batch where its state was taken."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from lightning_faulttolerant import ResumableDataLoader
+
+    def loader() -> ResumableDataLoader:
+        return ResumableDataLoader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=True)
+
+    first, seen, state = loader(), [], {}
+    for number, (batch,) in enumerate(first):
+        seen += batch.tolist()
+        state = first.state_dict()
+        if number == 1:
+            break
+    second = loader()
+    second.load_state_dict(state)
+    for (batch,) in second:
+        seen += batch.tolist()
+    assert sorted(seen) == list(range(10)), seen
+
+
+def main() -> None:
+    """Try all, and say so."""
+    package = importlib.import_module("lightning_faulttolerant")
+    assert Path(package.__file__ or "").is_relative_to(sys.prefix), f"{package.__file__} is not what was installed"
+    version = metadata.version("lightning-faulttolerant")
+    assert package.__version__ == version
+    for name in package.__all__:
+        getattr(package, name)
+    program = Path(sys.executable).with_name("lightning-faulttolerant")
+    for command in ([program], [sys.executable, "-I", "-m", "lightning_faulttolerant"]):
+        found = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True).stdout
+        assert found.strip() == version, found
+    with tempfile.TemporaryDirectory() as directory:
+        try_the_environment_variable(Path(directory))
+        try_in_a_trainer(Path(directory))
+    try_in_a_loop()
+    print(f"lightning-faulttolerant {version} works as it was installed into {sys.prefix}")
+
+
+if __name__ == "__main__":
+    main()
