@@ -252,8 +252,8 @@ class _Work:
         with self._changed:
             while self._makes_way and not self.stop.is_set():
                 self._changed.wait(_LOOK_SECONDS)
-            if key in self._in_flight or key in self._ahead:
-                return
+            if need.position < self.position or key in self._in_flight or key in self._ahead:
+                return  # whoever passed it had it: fetched again, it would evict what is still needed
             self._in_flight.add(key)
             cache.hold(need.shard)
             self._ahead[key] = need.position

@@ -52,6 +52,8 @@ def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: py
             assert here(data, tmp_path) == [0, 1, 2]
             ahead.advance(10)
             wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3])
+            ahead.advance(40)
+            wait_for(lambda: here(data, tmp_path) == [0, 1, 2, 3, 4, 5, 6])
             ahead.advance(70)
             wait_for(lambda: here(data, tmp_path) == list(range(8)))
         assert sorted(faults.asked) == sorted(data.stored)
@@ -222,6 +224,7 @@ def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
             assert here(data, tmp_path) == list(range(num_ahead))
             for number in range(8):
                 ahead.advance(10 * number)
+                wait_for(lambda number=number: number in here(data, tmp_path))  # else this thread may be the first
                 ahead.wait(0, number)
                 assert len(here(data, tmp_path)) <= 6
                 assert number in here(data, tmp_path)
@@ -251,6 +254,25 @@ def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Pat
             wait_for(lambda: 3 in here(data, tmp_path))
 
 
+def test_what_was_passed_is_not_fetched_any_more(tmp_path: Path) -> None:
+    """Threads that fall behind a reader that fetches for itself take up the plan where the reader is."""
+    data = make_data(8)
+    is_asked = threading.Event()
+
+    def late() -> Iterator[Need]:
+        is_asked.wait()
+        yield from needs(8)
+
+    with flaky(data.files) as (remote, faults):
+        cache = cache_of(data, tmp_path, remote)
+        with Prefetcher([cache], late(), predownload=1000) as ahead:
+            ahead.advance(60)
+            is_asked.set()
+            wait_for(lambda: len(here(data, tmp_path)) == 2)
+            wait_for(lambda: not any(thread.is_alive() for thread in threads()))
+        assert sorted(faults.asked) == ["shard.00006.mds", "shard.00007.mds"]
+
+
 def test_what_is_needed_now_goes_before_what_will_be(tmp_path: Path) -> None:
     """A shard outside the plan finds room although what was fetched ahead fills the cache."""
     data = make_data(8)
@@ -273,6 +295,7 @@ def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> Non
             for number in (0, 1):
                 ahead.wait(0, number)
                 cache.hold(number)
+                ahead.advance(10 * number + 1)  # else shard 0, found by a thread that comes late, counts as to come
             wait_for(lambda: cache.is_held(2))  # it is being tried
             with pytest.raises(CacheLimitError, match="2000"):
                 ahead.wait(0, 2)
