@@ -13,13 +13,13 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import get_worker_info
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.state import devices
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -195,10 +195,7 @@ def _pack(held: HeldGenerators, iterable: IterableSide | None = None, dataset: A
 def _load_worker_state(state: WorkerState, held: HeldGenerators) -> list[str]:
     missing = held.load_state_dict(state["held"])
     # What a worker draws from on its own device is its own affair; the main process's devices are not its to set.
-    set_rng_state({name: blob for name, blob in state["rng"].items() if ":" not in name or _has_device(name)})
+    in_use = {kind for kind, _ in devices.initialised()}
+    rng: dict[str, bytes] = state["rng"]
+    set_rng_state({n: blob for n, blob in rng.items() if not devices.is_device(n) or n.partition(":")[0] in in_use})
     return missing
-
-
-def _has_device(name: str) -> bool:
-    module = getattr(torch, name.partition(":")[0], None)
-    return module is not None and bool(module.is_initialized())

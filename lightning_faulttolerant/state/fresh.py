@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import packing
+from lightning_faulttolerant.state import devices, packing
 from lightning_faulttolerant.state.generators import make_generator, pack_generator
 
 
@@ -24,13 +24,7 @@ def fresh_rng_state(source: Mapping[str, bytes], *names: object) -> dict[str, by
 
 def of_devices_here(state: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the global generators' states without those of devices that this process doesn't have."""
-    return {name: blob for name, blob in state.items() if ":" not in name or _is_here(name)}
-
-
-def _is_here(device: str) -> bool:
-    kind, _, index = device.partition(":")
-    module = getattr(torch, kind, None)
-    return module is not None and module.is_available() and int(index) < module.device_count()
+    return {name: blob for name, blob in state.items() if not devices.is_device(name) or devices.is_here(name)}
 
 
 def fresh_torch_state(*names: object) -> bytes:

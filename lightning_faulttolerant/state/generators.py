@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import packing
+from lightning_faulttolerant.state import devices, packing
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ def is_generator(value: Any) -> bool:
 def pack_generator(generator: Any) -> bytes:
     """Return the kind and state of a generator as bytes."""
     if isinstance(generator, torch.Generator):
-        return _tagged(f"torch:{generator.device}", packing.pack_torch(generator.get_state()))
+        return _tagged(f"torch:{_device_name(generator.device)}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
         return _tagged("python", packing.random_state(generator))
     kind = "numpy.RandomState" if hasattr(generator, "get_state") else "numpy.Generator"
@@ -196,6 +196,11 @@ def make_generator(blob: bytes) -> Any:
         generator = np.random.RandomState(bits) if kind == "numpy.RandomState" else np.random.Generator(bits)
     unpack_generator(generator, blob)
     return generator
+
+
+def _device_name(device: torch.device) -> str:
+    is_accelerator = devices.is_device(device.type) and device.index is not None
+    return devices.name_of(device.type, device.index) if is_accelerator else str(device)
 
 
 def _tagged(kind: str, state: bytes) -> bytes:

@@ -20,6 +20,8 @@ from lightning_faulttolerant.state.blobs import blob_to_tensor, tensor_to_blob
 _PYTHON = struct.Struct("<625I?d")
 _NUMPY_MT19937_TAIL = struct.Struct("<iid")
 _PYTHON_VERSION = 3
+# Of a device's generator: its seed, and how many numbers it has drawn since.
+_DEVICE = struct.Struct("<Qq")
 
 
 def random_state(generator: Any) -> bytes:
@@ -55,6 +57,11 @@ def pack_torch(state: Tensor) -> bytes:
 def unpack_torch(blob: bytes) -> Tensor:
     """Return a state for ``torch.Generator.set_state``."""
     return blob_to_tensor(blob)
+
+
+def has_drawn(blob: bytes) -> bool:
+    """Return whether a generator of a device, of this state, has drawn anything since it was seeded."""
+    return len(blob) != _DEVICE.size or _DEVICE.unpack(blob)[1] != 0
 
 
 def pack_numpy(state: dict[str, Any]) -> bytes:

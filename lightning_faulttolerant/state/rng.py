@@ -14,26 +14,24 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import packing
-
-_ACCELERATORS = ("cuda", "xpu")
+from lightning_faulttolerant.state import devices, packing
 
 
 def rng_state() -> dict[str, bytes]:
     """Return the state of every global generator that is in use in this process.
 
     Returns:
-        ``python``, ``numpy`` (where imported), ``torch``, and ``<accelerator>:<index>`` for every device of an
-        initialised accelerator: about 10 kB.
+        ``python``, ``numpy`` (where imported), ``torch``, and one for every device of an initialised accelerator, by
+        its name in `devices`: about 10 kB.
     """
     state = {"python": packing.random_state(_generator_of(random.getstate) or random)}
     numpy_random = _numpy_random()
     if numpy_random is not None:
         state["numpy"] = packing.numpy_state(_generator_of(numpy_random.get_state) or numpy_random)
     state |= torch_rng_state()
-    for name, module in _initialised_accelerators():
+    for kind, module in devices.initialised():
         for index in range(module.device_count()):
-            state[f"{name}:{index}"] = packing.pack_torch(module.get_rng_state(index))
+            state[devices.name_of(kind, index)] = packing.pack_torch(module.get_rng_state(index))
     return state
 
 
@@ -46,7 +44,7 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
     """Put every global generator that `state` names back to it.
 
     Raises:
-        ValueError: If `state` names an accelerator that this process doesn't have.
+        ValueError: If `state` holds draws on a device that this process doesn't have.
     """
     for name, blob in state.items():
         if name == "python":
@@ -56,7 +54,7 @@ def set_rng_state(state: Mapping[str, bytes]) -> None:
         elif name == "torch":
             torch.default_generator.set_state(packing.unpack_torch(blob))
         else:
-            _set_accelerator(name, blob)
+            _set_device(name, blob)
 
 
 def _generator_of(function: Any) -> Any:
@@ -74,19 +72,12 @@ def _set_numpy(state: dict[str, Any]) -> None:
     np.random.set_state(state)
 
 
-def _initialised_accelerators() -> list[tuple[str, Any]]:
-    # `is_initialized` is False in a forked data-loading worker, where a call into CUDA would fail.
-    # It is asked first: `is_available` may ask the driver.
-    modules = [(name, getattr(torch, name, None)) for name in _ACCELERATORS]
-    return [(name, m) for name, m in modules if m is not None and m.is_initialized() and m.is_available()]
-
-
-def _set_accelerator(name: str, blob: bytes) -> None:
-    kind, _, index = name.partition(":")
-    module = getattr(torch, kind, None)
-    if kind not in _ACCELERATORS or module is None or int(index) >= module.device_count():
+def _set_device(name: str, blob: bytes) -> None:
+    if devices.is_here(name):
+        kind, _, index = name.partition(":")
+        getattr(torch, kind).set_rng_state(packing.unpack_torch(blob), int(index) if index else kind)
+    elif packing.has_drawn(blob):
         raise ValueError(
             f"The checkpoint holds the generator state of device {name!r}, which this process does not have. Random"
             " draws on it could not go on. Resume on a machine with the same devices."
         )
-    module.set_rng_state(packing.unpack_torch(blob), int(index))

@@ -271,4 +271,6 @@ def _next_draws() -> dict[str, str]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         draws["numpy"] = [float(numpy.random.randn()).hex(), float(numpy.random.rand()).hex()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        draws["cuda"] = torch.rand(2, device="cuda").tolist()
     return {name: str(values) for name, values in draws.items()}

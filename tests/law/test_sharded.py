@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
@@ -129,14 +127,3 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 def test_fsdp1_goes_on() -> None:
     """With one rank of FSDP1 killed, both go on exactly where they were."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP gathers a full state dict on a GPU only")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-def test_fsdp1_on_gpus_goes_on(state_dict_type: str) -> None:
-    """On GPUs FSDP1 goes on exactly, from a directory and from one file."""
-    num_ranks = torch.cuda.device_count()
-    strategy = FSDPStrategy(state_dict_type=state_dict_type)
-    assert_ranks_go_on(FIRST_EPOCH, num_ranks=num_ranks, strategy=strategy, accelerator="gpu")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, fresh_torch_state, of_devices_here
+from lightning_faulttolerant.state.fresh import fresh_held_state, fresh_rng_state, fresh_torch_state
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -58,9 +58,3 @@ def test_held_states_are_distinct_and_reproducible() -> None:
 def test_states_of_torch_follow_from_their_names() -> None:
     """Two names give two states."""
     assert fresh_torch_state("a", 1) == fresh_torch_state("a", 1) != fresh_torch_state("a", 2)
-
-
-def test_states_of_other_devices_are_left_out() -> None:
-    """Where there are fewer devices than there were, what was drawn on the others is nobody's."""
-    state = rng_state()
-    assert of_devices_here({**state, "cuda:4095": b"", "xpu:4095": b""}) == state

@@ -1,0 +1,10 @@
+"""Whether this machine has GPUs, found out without a call into CUDA, behind which a fork could not use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NUM_GPUS = torch.cuda.device_count()
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU")]

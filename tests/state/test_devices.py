@@ -1,0 +1,114 @@
+"""Generators of devices go on in a process whose devices have other numbers, and nothing that was drawn is lost."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.state.fresh import of_devices_here
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+SEED = 7
+
+
+class Devices:
+    """Stands in for `torch.cuda` of a machine with devices that have drawn so many numbers."""
+
+    def __init__(self, *num_drawn: int, current: int = 0, in_use: bool = True) -> None:
+        self.states = [struct.pack("<Qq", SEED, number) for number in num_drawn]
+        self.current = current
+        self.in_use = in_use
+
+    def is_initialized(self) -> bool:
+        return self.in_use
+
+    def is_available(self) -> bool:
+        return bool(self.states)
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def current_device(self) -> int:
+        assert self.in_use, "would start CUDA"
+        return self.current
+
+    def get_rng_state(self, index: int) -> Tensor:
+        return torch.frombuffer(bytearray(self.states[index]), dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: int | str) -> None:
+        self.states[self.current if device == "cuda" else int(device)] = bytes(state.tolist())
+
+    def num_drawn(self) -> list[int]:
+        return [struct.unpack("<Qq", state)[1] for state in self.states]
+
+
+@pytest.fixture(autouse=True)
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give each test a process without devices."""
+    monkeypatch.setattr(torch, "cuda", Devices(in_use=False))
+    yield
+    monkeypatch.undo()
+
+
+def goes_on(monkeypatch: pytest.MonkeyPatch, state: Mapping[str, bytes], *num_drawn: int, **more: int) -> list[int]:
+    """Return how much the devices of another process have drawn, once it has the state."""
+    here = Devices(*num_drawn, **more)
+    monkeypatch.setattr(torch, "cuda", here)
+    set_rng_state(state)
+    return here.num_drawn()
+
+
+def saved(monkeypatch: pytest.MonkeyPatch, *num_drawn: int, **more: int) -> dict[str, bytes]:
+    """Return the generators' state in a process with such devices."""
+    monkeypatch.setattr(torch, "cuda", Devices(*num_drawn, **more))
+    return rng_state()
+
+
+def test_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device goes on where it was."""
+    state = saved(monkeypatch, 1, 2, 3, current=1)
+    assert set(state) >= {"cuda:0", "cuda", "cuda:2"}
+    assert goes_on(monkeypatch, state, 0, 0, 0, current=1) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (4, 3), (8, 2)])
+def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
+    """A rank's own device goes on wherever it is; of the others, of which nothing was drawn, none is missed."""
+    state = saved(monkeypatch, 0, 0, 0, 0, 0, 0, 5, 0, current=6)
+    expected = [5 if index == current else 0 for index in range(num_devices)]
+    assert goes_on(monkeypatch, state, *[9] * num_devices, current=current)[current] == 5
+    assert goes_on(monkeypatch, state, *[0] * num_devices, current=current) == expected
+
+
+@pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (2, 1)])
+def test_draws_on_another_device_are_not_lost(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
+    """What was drawn on a device that is not here, or is this process's own here, can't go on: an error."""
+    state = saved(monkeypatch, 3, 4, current=0)
+    with pytest.raises(ValueError, match="device 'cuda:1', which this process does not have"):
+        goes_on(monkeypatch, state, *[0] * num_devices, current=current)
+
+
+def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device nothing goes on that was drawn on one, and all does if nothing was."""
+    assert goes_on(monkeypatch, saved(monkeypatch, 0, 0)) == []
+    with pytest.raises(ValueError, match="device 'cuda', which"):
+        goes_on(monkeypatch, saved(monkeypatch, 1))
+
+
+def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA is not in use yet, the state waits for it, and reading starts nothing."""
+    state = saved(monkeypatch, 6)
+    assert not [name for name in saved(monkeypatch, 1, in_use=False) if name.startswith("cuda")]
+    assert goes_on(monkeypatch, state, 0, in_use=False) == [6]
+
+
+def test_states_of_other_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks are dealt anew, what was drawn on devices that are not here is nobody's."""
+    state = saved(monkeypatch, 1, 2, 3, current=2)
+    monkeypatch.setattr(torch, "cuda", Devices(0, 0, current=0))
+    kept = of_devices_here(state)
+    assert {name for name in kept if name.startswith("cuda")} == {"cuda", "cuda:1"}
