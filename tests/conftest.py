@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import torch
 from tests.s3 import CREDENTIALS, client, s3_server
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure; pytest's own time-out ends what hangs.
 hypothesis.settings.register_profile("tests", deadline=None)

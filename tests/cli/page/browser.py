@@ -22,6 +22,7 @@ FLAGS = (
     "--hide-scrollbars",
 )
 WIDE, PHONE = 1280, 390
+_OWN = ("chrome:", "chrome-untrusted:")
 
 
 def missing():
@@ -40,6 +41,8 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        self.driver.get("about:blank")  # its own start page asks for things, and complains
+        self.complaints()
 
     def close(self):
         """End it, and its driver."""
@@ -73,7 +76,7 @@ class Browser:
         """Return the addresses that were asked for since this was asked last, those of its own start page aside."""
         events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         sent = [event["params"]["request"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        return [request["url"] for request in sent if not request["url"].startswith("chrome:")]
+        return [request["url"] for request in sent if not request["url"].startswith(_OWN)]
 
     def find(self, selector):
         """Return the first element that a selector of CSS finds."""
