@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from lightning_faulttolerant.trainer.deadline import RESERVE_SECONDS, Deadline, 
 
 def test_kinds_of_deadlines() -> None:
     """A datetime is a place in time, in local time if it has no zone; a timedelta counts from now."""
-    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     assert checked_deadline(moment) == moment.timestamp()
     assert checked_deadline(moment.astimezone(timezone(timedelta(hours=7)))) == moment.timestamp()
     assert checked_deadline(moment.astimezone().replace(tzinfo=None)) == moment.timestamp()
@@ -24,7 +24,7 @@ def test_kinds_of_deadlines() -> None:
 
 def test_deadlines_as_text() -> None:
     """What a configuration file can hold means what Python's own types, printed like that, mean."""
-    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
+    moment = datetime(2040, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
     for text in ("2040-01-02 03:04:05+00:00", "2040-01-02T03:04:05Z", moment.isoformat()):
         assert checked_deadline(text) == moment.timestamp()
     assert checked_deadline("2040-01-02 03:04") == datetime(2040, 1, 2, 3, 4).timestamp()
