@@ -103,7 +103,8 @@ class FixedArray(Encoding):
 
     def decode(self, buffer: Buffer, begin: int, end: int) -> Array:
         """Return the value of ``buffer[begin:end]``."""
-        return self.lend(buffer, begin, end).copy()
+        copied: Array = self.lend(buffer, begin, end).copy()
+        return copied
 
     def lend(self, buffer: Buffer, begin: int, end: int) -> Array:
         """Return the value of ``buffer[begin:end]``: a part of the buffer."""
@@ -158,7 +159,7 @@ class DynamicArray(Encoding):
             raise ValueError(f"an array of {ndim} dimensions in {end - begin} bytes")
         shape = tuple(int.from_bytes(buffer[i : i + width], "little") for i in range(at, first, width))
         expect_size(end - first, math.prod(shape) * dtype.itemsize)
-        flat = np.frombuffer(buffer, dtype, math.prod(shape), first).copy()
+        flat: Array = np.frombuffer(buffer, dtype, math.prod(shape), first).copy()
         return flat if ndim == 1 else flat.reshape(shape)
 
     def decode_many(self, buffer: Buffer, windows: Windows, begins: Positions, ends: Positions) -> list[Array]:
