@@ -18,6 +18,7 @@ BUILD := .venv-build/installed.stamp
 DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
+# What pip installs is not compiled (--no-compile): that takes longer than to install it, and most is never imported.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help environment demo bench docs docs-live dist browser try-browser test test-all test-slow slow oldest lint types format clean
@@ -45,7 +46,7 @@ dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, look
 	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
 	.venv-build/bin/python tests/release/contents.py dist
 	.venv-dist/bin/python -m pip uninstall -qq --yes lightning-faulttolerant
-	.venv-dist/bin/python -m pip install -qq --constraint requirements/newest.txt dist/*.whl
+	.venv-dist/bin/python -m pip install -qq --no-compile --constraint requirements/newest.txt dist/*.whl
 	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
 
 browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root), in which tests open the pages of reports
@@ -95,12 +96,12 @@ clean:  ## remove the environments and all that was built or cached
 # Without torch: the build does not need it, and the reference of the documentation is read from the sources.
 $(BUILD): requirements/dist.txt
 	$(make_environment)
-	$(@D)/bin/python -m pip install -qq --requirement $<
+	$(@D)/bin/python -m pip install -qq --no-compile --requirement $<
 	touch $@
 
 $(DOCS): requirements/docs.txt
 	$(make_environment)
-	$(@D)/bin/python -m pip install -qq --requirement $<
+	$(@D)/bin/python -m pip install -qq --no-compile --requirement $<
 	touch $@
 
 $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
@@ -125,12 +126,12 @@ define make_environment
 	fi; \
 	echo "$(@D): $$($$python --version) ($$python)"; \
 	$$python -m venv --clear $(@D)
-	torch="$$(grep '^torch==' $< || true)"; [ -z "$$torch" ] || $(@D)/bin/python -m pip install -qq "$$torch"
+	torch="$$(grep '^torch==' $< || true)"; [ -z "$$torch" ] || $(@D)/bin/python -m pip install -qq --no-compile "$$torch"
 	touch $@
 endef
 
 define install_package
-	$(@D)/bin/python -m pip install -qq --constraint $(1) --editable ".[$(EXTRAS)]"
-	$(@D)/bin/python -m pip install -qq --no-deps --requirement requirements/originals.txt
+	$(@D)/bin/python -m pip install -qq --no-compile --constraint $(1) --editable ".[$(EXTRAS)]"
+	$(@D)/bin/python -m pip install -qq --no-compile --no-deps --requirement requirements/originals.txt
 	touch $@
 endef
