@@ -1,13 +1,34 @@
-"""Retries of the tests come at once."""
+"""Retries of the tests come at once; of a busy machine no test takes a download for one that hangs."""
 
 from __future__ import annotations
 
+import concurrent.futures
+from typing import Any
+
 import pytest
 
-from lightning_faulttolerant.streaming.cache import attempts
+from lightning_faulttolerant.streaming.cache import attempts, patience
+from lightning_faulttolerant.streaming.cache import remote as remote_module
+from tests.streaming.cache.remotes import Faults
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let retries follow one another without a pause."""
     monkeypatch.setattr(attempts, "_FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.fixture
+def _only_what_hangs_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the time of an attempt begin when it hangs: one that goes well, or fails, has all that it needs."""
+
+    def result_in_time(future: concurrent.futures.Future[Any], timeout_seconds: float) -> Any:
+        while not future.done() and not Faults.is_stuck.wait(0.002):
+            pass
+        try:
+            return patience.result_in_time(future, timeout_seconds)
+        finally:
+            Faults.is_stuck.clear()
+
+    Faults.is_stuck.clear()
+    monkeypatch.setattr(remote_module, "result_in_time", result_in_time)

@@ -124,6 +124,8 @@ class Faults:
     asked: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     is_over: threading.Event = field(default_factory=threading.Event)
+    is_stuck: ClassVar[threading.Event] = threading.Event()
+    drip_seconds: float = 0.02
 
     def next_of(self, path: str) -> str:
         """Note that a file is asked for; say what is to happen."""
@@ -131,6 +133,17 @@ class Faults:
         self.asked.append(name)
         waiting = self.by_name.get(name, [])
         return waiting.pop(0) if waiting else ""
+
+    def hang(self) -> None:
+        """Answer nothing until it is over."""
+        self.is_stuck.set()
+        self.is_over.wait(60)
+
+    def drip(self, seconds: float, *, is_first: bool) -> bool:
+        """Take a moment before the next bytes; return whether it is over."""
+        if is_first:
+            self.is_stuck.set()
+        return self.is_over.wait(seconds)
 
 
 class FlakyFileSystem(MemoryFileSystem):
@@ -158,12 +171,12 @@ class FlakyFileSystem(MemoryFileSystem):
             raise errors[fault]
         content = damaged(content, fault)
         if fault == "late":
-            self.faults.is_over.wait(60)
+            self.faults.hang()
         with open(lpath, "wb") as file:
             if fault == "hang":
-                self.faults.is_over.wait(60)
+                self.faults.hang()
             for begin in range(0, len(content), 100):
-                if fault == "drip" and self.faults.is_over.wait(0.02):
+                if fault == "drip" and self.faults.drip(self.faults.drip_seconds, is_first=begin == 0):
                     return
                 file.write(content[begin : begin + 100])
                 file.flush()
@@ -207,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self._faults.next_of(name)
         content = self._files.get(name)
         if fault == "hang":
-            self._faults.is_over.wait(60)
+            self._faults.hang()
         if content is None or fault.isdigit():
             self.send_error(int(fault or 404))
             return
@@ -217,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = damaged(content, fault)
         step = 10 if fault in ("drip", "slow") else len(content) or 1
         for begin in range(0, len(content), step):
-            if fault == "drip" and self._faults.is_over.wait(0.05):
+            if fault == "drip" and self._faults.drip(0.05, is_first=begin == 0):
                 return
             if fault == "slow":
                 time.sleep(0.001)

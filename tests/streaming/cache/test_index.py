@@ -71,6 +71,7 @@ def test_many_processes_agree_on_the_directory(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.iterdir() if path.name.startswith("index-")]) == 1
 
 
+@pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_an_index_is_tried_again_too(tmp_path: Path) -> None:
     """A server that fails, hangs or breaks off is asked again, as for a shard."""
     faults = {"index.json": ["503", "hang", "short", ""]}

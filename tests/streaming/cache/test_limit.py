@@ -132,6 +132,7 @@ def test_a_limit_that_can_not_work_is_refused(tmp_path: Path) -> None:
         cache_of(make_data(), tmp_path, "memory://x", limit=CacheLimit(999))
 
 
+@pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_shards_that_are_being_fetched_count(tmp_path: Path) -> None:
     """What another process has announced is waited for, not counted as free, unless that process is dead."""
     data = make_data(4)

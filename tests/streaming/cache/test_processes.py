@@ -103,6 +103,7 @@ def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) ->
     assert (tmp_path / SHARD).read_bytes() == data.raw[SHARD]
 
 
+@pytest.mark.usefixtures("_only_what_hangs_is_timed")
 def test_a_process_that_sleeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """A holder of the lock that does not move is passed by once its time must be over."""
     data = make_data()
