@@ -59,6 +59,23 @@ def stop() -> Iterator[StopSignals]:
         yield signals
 
 
+class Clock:
+    """Stands in for ``time`` where it is looked at whether the grace period is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(stop_module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def let_look_on(self, stop: StopSignals) -> None:
+        """Look on eight times a second, for ten seconds."""
+        for _ in range(80):
+            stop.look()
+            self.now += 0.125
+
+
 def send(signum: int) -> None:
     """Send a real signal to this process; its handler runs before the next line."""
     os.kill(os.getpid(), signum)
@@ -213,42 +230,36 @@ def test_watcher_ends_a_fetch_that_is_stuck(stop: StopSignals) -> None:
     send(signal.SIGTERM)
     began = time.monotonic()
     with pytest.raises(TrainingStopped, match="Stopped by SIGTERM while it waited for a batch from a worker") as error:
-        wait_for_signal()
+        wait_for_signal(30)
     assert error.value.code == 143
-    assert 0.04 < time.monotonic() - began < 2.0
+    assert time.monotonic() - began > 0.04
 
 
 def test_watcher_steps_in_when_the_grace_period_ends() -> None:
-    """A batch that takes longer than the grace period is broken off in time for a save, with the right code."""
-    with watched(2.0):
+    """A batch that takes longer than the grace period is broken off, with the right code."""
+    with watched(0.5):
         send(signal.SIGINT)
         began = time.monotonic()
         with pytest.raises(TrainingStopped, match="within its grace period") as error:
-            wait_for_signal()
+            wait_for_signal(30)
         assert error.value.code == 130
-        assert 1.2 < time.monotonic() - began < 2.0
+        assert time.monotonic() - began > 0.3
 
 
-def test_long_save_is_left_more_time() -> None:
-    """A batch is broken off the earlier the longer a save takes."""
-    with watched(1.0) as stop:
-        stop.save_seconds = lambda: 0.6
-        send(signal.SIGTERM)
-        began = time.monotonic()
-        with pytest.raises(TrainingStopped):
-            wait_for_signal()
-        assert 0.2 < time.monotonic() - began < 0.6
-
-
-def test_save_that_can_never_fit_leaves_the_batch_a_share() -> None:
-    """Where a save takes longer than the whole grace period the batch is not broken off at once all the same."""
-    with watched(1.0) as stop:
-        stop.save_seconds = lambda: 100.0
-        send(signal.SIGTERM)
-        began = time.monotonic()
-        with pytest.raises(TrainingStopped):
-            wait_for_signal()
-        assert time.monotonic() - began > 0.15
+@pytest.mark.parametrize(("save_seconds", "expected"), [(0.0, 8.0), (6.0, 2.8), (100.0, 2.0)])
+def test_the_longer_a_save_takes_the_earlier_a_batch_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch, save_seconds: float, expected: float
+) -> None:
+    """Of ten seconds what a save takes is left, two at least; the batch has two, also where a save can never fit."""
+    clock = Clock(monkeypatch)
+    stop = StopSignals(BOTH, grace_seconds=10.0)
+    stop.save_seconds = lambda: save_seconds
+    stop.install({})
+    send(signal.SIGTERM)
+    with pytest.raises(TrainingStopped):
+        clock.let_look_on(stop)
+    stop.uninstall()
+    assert clock.now - 0.125 <= 1000.0 + expected < clock.now
 
 
 def test_batch_that_came_after_all_is_not_thrown_away(stop: StopSignals) -> None:
@@ -280,17 +291,21 @@ def test_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     """When the grace period is over the process is ended, whatever its main thread does, also in a save."""
     ends: list[tuple[int, str]] = []
     monkeypatch.setattr(stop_module, "end_process", lambda code, why: ends.append((code, why)))
-    with watched(0.2) as stop, stop.saving():
+    clock = Clock(monkeypatch)
+    with watched(0.25) as stop, stop.saving():
         asked: list[StopReason] = []
         stop.before_hard_end = asked.append
         send(signal.SIGTERM)
+        clock.now += 0.125
         time.sleep(0.1)
         assert ends == []
-        time.sleep(0.4)
+        clock.now += 0.125
+        while not ends:  # pytest's time-out ends what never comes
+            time.sleep(0.005)
     code, why = ends[0]
     assert code == 143
     assert "SIGTERM has asked the run to stop" in why
-    assert "within its grace period of 0.2 seconds" in why
+    assert "within its grace period of 0.25 seconds" in why
     assert asked[0] == signal_reason(signal.SIGTERM)
 
 
