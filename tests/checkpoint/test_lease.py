@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,16 +199,30 @@ def test_dead_process_of_another_host_is_waited_for(remote_url: str, caplog: pyt
     assert f"was not renewed by process {process_id} on elsewhere: it is taken over" in caplog.text
 
 
-def test_renewal_on_another_host_keeps_the_newcomer_out(remote_url: str) -> None:
+class Waits:
+    """Stands in for ``time`` where a newcomer waits: the clock goes while it sleeps, and something happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+        self._now = 0.0
+        self._happens: Callable[[], None] | None = happens
+        monkeypatch.setattr(lease, "time", self)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        if self._happens is not None and self._now >= LEASE_SECONDS / 2:
+            self._happens()
+            self._happens = None
+
+
+def test_renewal_on_another_host_keeps_the_newcomer_out(remote_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sign of life of the holder is enough."""
     put_lock(remote_url, hostname="elsewhere", process_id=1)
-    renewal = threading.Timer(
-        LEASE_SECONDS / 2, put_lock, [remote_url], {"hostname": "elsewhere", "process_id": 1, "num_renewals": 1}
-    )
-    renewal.start()
+    Waits(monkeypatch, lambda: put_lock(remote_url, hostname="elsewhere", process_id=1, num_renewals=1))
     with pytest.raises(RunInUseError, match="in use by process 1 on elsewhere"):
         RunLease(remote_url, lease_seconds=LEASE_SECONDS).acquire()
-    renewal.join()
     assert holder_of(remote_url)["num_renewals"] == 1
 
 
@@ -235,20 +250,15 @@ def test_lock_of_a_dead_process_of_this_host_is_taken_at_once(remote_url: str, p
 
 @pytest.mark.parametrize("process_id", ["dead", "ours"])
 def test_process_of_another_container_with_our_host_name_is_not_taken_for_dead(
-    remote_url: str, process_id: str
+    remote_url: str, process_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers on the network of their host share its name, not their process ids: the second run must be refused."""
     number = os.getpid() if process_id == "ours" else dead_process_id()
     theirs = {"hostname": socket.gethostname(), "process_id": number, "machine": "another container"}
     put_lock(remote_url, **theirs)  # type: ignore[arg-type]
-    renewal = threading.Timer(
-        LEASE_SECONDS / 2,
-        lambda: put_lock(remote_url, num_renewals=1, **theirs),  # type: ignore[arg-type]
-    )
-    renewal.start()
+    Waits(monkeypatch, lambda: put_lock(remote_url, num_renewals=1, **theirs))  # type: ignore[arg-type]
     with pytest.raises(RunInUseError, match=f"process {number} on {socket.gethostname()}"):
         RunLease(remote_url, lease_seconds=LEASE_SECONDS).acquire()
-    renewal.join()
     assert holder_of(remote_url)["token"] == "theirs"
 
 
@@ -315,7 +325,7 @@ def test_lock_is_renewed(remote_url: str) -> None:
     """The holder shows that it lives, by itself, and without a draw from the global generator."""
     before = random.getstate()
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS):
-        deadline = time.monotonic() + 20 * LEASE_SECONDS
+        deadline = time.monotonic() + 20
         while holder_of(remote_url)["num_renewals"] < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert holder_of(remote_url)["num_renewals"] >= 2
@@ -326,12 +336,20 @@ def test_store_that_fails_for_a_moment_costs_nothing(
     remote_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A renewal that fails is tried again, in silence."""
+    has_failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        has_failed.set()
+        raise OSError(5, "unreachable")
+
     with RunLease(remote_url, lease_seconds=LEASE_SECONDS) as held:
         with monkeypatch.context() as patch:
-            patch.setattr(RemoteStore, "replace", lambda *_: (_ for _ in ()).throw(OSError(5, "unreachable")))
-            time.sleep(LEASE_SECONDS)
-        time.sleep(LEASE_SECONDS)
-        assert holder_of(remote_url)["num_renewals"] >= 1
+            patch.setattr(RemoteStore, "replace", fail)
+            assert has_failed.wait(20)
+        deadline = time.monotonic() + 20
+        while holder_of(remote_url)["num_renewals"] < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         held.check()
     assert capsys.readouterr() == ("", "")
 
