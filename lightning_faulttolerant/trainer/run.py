@@ -83,7 +83,9 @@ def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
     script = os.path.abspath(main) if main else "interactive"
     arguments = argv[1:] if main else []
     task = [f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)]
-    digest = hashlib.blake2b("\0".join([script, *arguments, *task]).encode(), digest_size=6).hexdigest()
+    # An argument that is no UTF-8, such as the name of a file, is text with surrogates.
+    words = "\0".join([script, *arguments, *task]).encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(words, digest_size=6).hexdigest()
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip("-._") or "run"
     return f"{stem[:_STEM_LENGTH]}-{digest}"
 

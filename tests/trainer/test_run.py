@@ -66,6 +66,12 @@ def test_variable_names_the_run() -> None:
         default_run_id(["train.py"], {"PL_FAULT_TOLERANT_RUN_ID": "../mine"})
 
 
+def test_an_argument_that_is_no_utf8_counts() -> None:
+    """The name of a file may be of any bytes: Python gives it with surrogates in their place."""
+    one, two = (default_run_id(["train.py", os.fsdecode(b"caf" + byte)], {}) for byte in (b"\xe9", b"\xe8"))
+    assert check_run_id(one) != check_run_id(two)
+
+
 @pytest.mark.parametrize(
     ("own", "expected"), [(None, "drill-1-interrupted"), ("mine", "drill-1-interrupted-mine"), ("a" * 128, None)]
 )
