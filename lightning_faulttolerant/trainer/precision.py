@@ -33,8 +33,16 @@ def rounded(module: nn.Module, state_dict: Mapping[str, Any]) -> list[str]:
     return [
         f"{name} is saved as {_name(saved)} and would be loaded as {_name(own)}"
         for name, own, saved in found
-        if isinstance(saved, Tensor) and torch.promote_types(saved.dtype, own.dtype) != own.dtype
+        if isinstance(saved, Tensor) and not _holds(own.dtype, saved.dtype)
     ]
+
+
+def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
+    """Return whether each value of the type `saved` is one of the type `own`, too."""
+    try:
+        return torch.promote_types(saved, own) == own
+    except RuntimeError:  # types of 8 bits and quantized ones are not promoted
+        return saved == own or saved.itemsize < own.itemsize
 
 
 def _name(tensor: Tensor) -> str:
