@@ -87,6 +87,6 @@ def parse_lines(text: bytes) -> list[Line]:
 def _parsed(line: bytes) -> Line | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of brackets in brackets
         return None
     return found if isinstance(found, dict) else None

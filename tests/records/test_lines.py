@@ -34,4 +34,4 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path, kept: int) -> None:
 
 def test_what_is_no_object_is_passed_over() -> None:
     """Lines of other JSON values and of no JSON at all are not lines of ours."""
-    assert parse_lines(b'[1]\nnull\n\n\xff\n{"a": 1}\n{"b"') == [{"a": 1}]
+    assert parse_lines(b"[1]\nnull\n\n\xff\n" + 100_000 * b"[" + b'\n{"a": 1}\n{"b"') == [{"a": 1}]
