@@ -163,11 +163,12 @@ class RemoteHistory:
                 self._lines.pop()  # the newer one tells all
             self._lines.append(dict(line))
             self._num_added += 1
-        is_due = time.monotonic() - self._sent_at >= self._every_seconds
-        if (is_due or line["event"] not in (ALIVE, AUTOSAVE)) and not self._writer.is_busy:
-            self._take_error()
-            self._sent_at = time.monotonic()
-            self._writer.start(self._send)
+            is_due = time.monotonic() - self._sent_at >= self._every_seconds
+            # In the lock: a thread that writes autosaves adds lines, too, and only one of the two may begin.
+            if (is_due or line["event"] not in (ALIVE, AUTOSAVE)) and not self._writer.is_busy:
+                self._take_error()
+                self._sent_at = time.monotonic()
+                self._writer.start(self._send)
 
     def lines(self) -> list[Line]:
         """Return all lines that there are, sent or not."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -262,6 +264,35 @@ def count_replacements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(RemoteStore, "replace", counted)
     return calls
+
+
+def test_two_threads_that_add_at_once_begin_to_send_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sign of life and an autosave that is written behind training may both find that the minute is over."""
+    file = RemoteHistory(url, check=hold)
+    is_other_there = threading.Barrier(2)
+
+    def wait_for_the_other() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            is_other_there.wait(0.2)
+
+    monkeypatch.setattr(file, "_take_error", wait_for_the_other)
+    errors: list[BaseException] = []
+
+    def add(line: Line) -> None:
+        try:
+            file.add(line)
+        except RuntimeError as error:
+            errors.append(error)
+
+    lines = Story().begin().start().lines
+    threads = [threading.Thread(target=add, args=(line,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    file.flush()
+    assert len(stored(url)) == 2
 
 
 def test_object_is_replaced_once_a_minute(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
