@@ -6,35 +6,45 @@ import functools
 import os
 import re
 import signal
-import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.example_runs import autosaves, example
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from tests.example_runs import example
 from tests.groups import run_group
 
 NUM_EPOCHS = 3
 
 
-def die_in(directory: Path, name: str) -> None:
-    """End this process by a kill once there is an autosave of that name."""
-    while not any(name in found for found in autosaves(directory)):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_behind(name: str, directory: Path) -> None:
+    """Kill all ranks, by rank 0, right when it has written the autosave of that name."""
+    (directory / f"{os.getpid()}.rank").touch()
+    save = AutosaveSeries.save
+
+    def save_and_die(self: AutosaveSeries, *args: Any, **kwargs: Any) -> str:
+        path = save(self, *args, **kwargs)
+        if name in path:
+            for rank in sorted(directory.glob("*.rank"), key=lambda path: path.stem == str(os.getpid())):
+                os.kill(int(rank.stem), signal.SIGKILL)  # itself last
+        return path
+
+    AutosaveSeries.save = save_and_die  # type: ignore[method-assign]
 
 
-def run(directory: Path, *, num_ranks: int, dies_in: str | None = None) -> str:
+def run(directory: Path, *, num_ranks: int, dies_behind: str | None = None) -> str:
     """Run the example with so many ranks; return what it printed."""
+    for rank in directory.glob("*.rank"):
+        rank.unlink()
 
     def main(rank: int) -> None:
-        if dies_in is not None:
-            threading.Thread(target=die_in, args=(directory, dies_in), daemon=True).start()
+        if dies_behind is not None:
+            die_behind(dies_behind, directory)
         example("elastic/train.py", directory, num_epochs=NUM_EPOCHS)()
 
     codes, output = run_group(main, num_ranks=num_ranks, directory=directory)
-    assert set(codes) == {-signal.SIGKILL if dies_in is not None else 0}, output
+    assert set(codes) == {-signal.SIGKILL if dies_behind is not None else 0}, output
     return output
 
 
@@ -42,8 +52,8 @@ def run(directory: Path, *, num_ranks: int, dies_in: str | None = None) -> str:
 def test_two_ranks_then_one_then_two(tmp_path: Path) -> None:
     """However many ranks there are, killed in the middle of two epochs, each epoch uses each image once."""
     go = functools.partial(run, tmp_path)
-    first = go(num_ranks=2, dies_in="epoch=0-batch=40")
-    second = go(num_ranks=1, dies_in="epoch=1-batch=44")
+    first = go(num_ranks=2, dies_behind="epoch=0-batch=40")
+    second = go(num_ranks=1, dies_behind="epoch=1-batch=44")
     third = go(num_ranks=2)
     assert "Resumed" not in first
     assert "Resumed" in second
