@@ -148,11 +148,15 @@ def test_signal_handler_breaks_the_wait_and_not_the_job(gate: threading.Event) -
 
     writer = BackgroundWriter("autosave")
     writer.start(gate.wait)
+
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        writer.wait()
+
     previous = signal.signal(signal.SIGALRM, handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupted):
-            writer.wait()
+            wait()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert writer.is_busy

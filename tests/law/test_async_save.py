@@ -59,6 +59,24 @@ class Disk(Callback):
         """Do what this disk is for."""
 
 
+class Held(Disk):
+    """A disk on which nothing is written behind training before so many more batches have begun, of eight."""
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__()
+        self.num_batches = num_batches
+        self.num_begun = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.num_begun += 1
+
+    def fsync(self, descriptor: int) -> None:
+        first = self.num_calls // 2 + 1  # batches that had begun when the first of these files was begun, and so on
+        while is_behind() and self.num_begun < min(first + self.num_batches, 8):
+            time.sleep(0.002)
+        super().fsync(descriptor)
+
+
 class KillInWrite(Disk):
     """Kills the process while the file behind training is written and not yet at its place."""
 
@@ -226,7 +244,7 @@ class Times(Callback):
 
 def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
     """With every_n_train_steps the next save waits for the one in flight, and never more than keep_last are there."""
-    callbacks = [protected(async_save=True), Disk(0.02), Times(tmp_path)]
+    callbacks = [protected(async_save=True), Times(tmp_path), Held(1)]
     ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
     saved = told(tmp_path, "saved")
@@ -237,7 +255,7 @@ def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
 
 def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
     """Where the budget says when, training goes on while a slow disk writes."""
-    callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Disk(0.8), Times(tmp_path)]
+    callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Times(tmp_path), Held(8)]
     ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
     assert [number for number, *_ in told(tmp_path, "saved")] == [1] * 8
