@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.strategies.launchers.subprocess_script import _launch_process_observer
@@ -41,15 +42,19 @@ def test_observer_that_is_called_off_kills_nobody(monkeypatch: pytest.MonkeyPatc
 
     killed = []
     monkeypatch.setattr(subprocess_script._ChildProcessObserver, "_terminate_all", lambda self: killed.append(1))
-    monkeypatch.setattr(subprocess_script.time, "sleep", lambda seconds: threading.Event().wait(0.2))
+    looks = threading.Event()
+    monkeypatch.setattr(subprocess_script, "time", SimpleNamespace(sleep=lambda seconds: looks.wait(20)))
     process = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(143)"])
     process.wait()
     _launch_process_observer([process])
     call_off_observers()
     [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
-    observer.join(5)
+    looks.set()
+    observer.join(20)
     assert killed == []
+    looks.clear()
     _launch_process_observer([process])
     [observer] = [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
-    observer.join(5)
+    looks.set()
+    observer.join(20)
     assert killed == [1]
