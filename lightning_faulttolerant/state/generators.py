@@ -32,7 +32,9 @@ _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shard
 _OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
                    *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
 _LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
-_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container")
+_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
+# Tensors by parameter, as many as the model has: of an optimizer these are in the checkpoint, and large.
+_OF_OPTIMIZERS = ("state", "param_groups")
 # Nobody keeps generators among so many items; walking them would take seconds at each autosave.
 _MAX_ITEMS = 1_000
 _MAX_VISITED = 200_000
@@ -249,7 +251,8 @@ def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
     elif isinstance(value, types.BuiltinMethodType):
         yield ("attribute", "__self__"), value.__self__
     elif _is_walked(type(value)):
-        yield from ((("attribute", name), child) for name, child in _attributes(value))
+        left_out = _OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
+        yield from ((("attribute", name), child) for name, child in _attributes(value) if name not in left_out)
 
 
 def _is_walked(kind: type) -> bool:

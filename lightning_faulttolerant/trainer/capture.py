@@ -98,6 +98,8 @@ class RunState:
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
                 "callbacks": named_callbacks(compat.callbacks(trainer)),
+                "optimizers": trainer.optimizers,
+                "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
             }
         )
 

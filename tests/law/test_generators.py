@@ -112,3 +112,33 @@ class HoldingNet(Net):
 def test_held_by_the_module(cut: Cut) -> None:
     """Generators that the module holds and draws from in its step go on."""
     assert_goes_on(cut, module=HoldingNet)
+
+
+class NoisySGD(torch.optim.SGD):
+    """Adds noise to the weights from a generator of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.rng = torch.Generator().manual_seed(0)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter += 0.01 * torch.randn(parameter.shape, generator=self.rng)
+        return loss
+
+
+class NoisyRates(Net):
+    """Its optimizer holds a generator, and so does the function of its scheduler."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, rng = NoisySGD(self.parameters()), random.Random(0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: rng.random())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.slow
+def test_held_by_optimizer_and_scheduler() -> None:
+    """Generators that an optimizer and the function of a scheduler hold go on."""
+    assert_goes_on(LATER_EPOCH, module=NoisyRates)

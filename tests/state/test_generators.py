@@ -92,6 +92,25 @@ class Data(Dataset[int]):
         raise AssertionError("a sample was read")
 
 
+class LearningRate:
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, epoch: int) -> float:
+        return 1.0
+
+
+class NoisyStep(torch.optim.SGD):
+    def __init__(self, rng: Any) -> None:
+        super().__init__([nn.Parameter(torch.zeros(2))])
+        self.rng = rng
+
+
+def scheduler_over(rng: Any) -> Any:
+    """Return a scheduler of torch's with a function that draws from `rng`."""
+    return torch.optim.lr_scheduler.LambdaLR(NoisyStep(None), LearningRate(rng))
+
+
 def closure_over(rng: Any) -> Callable[[], Any]:
     """Return a function that draws from `rng`, and one cell that is still empty."""
 
@@ -151,6 +170,8 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "Subset": lambda g: Subset(Subset(Data(g), [0, 1]), [0]),
     "ConcatDataset": lambda g: ConcatDataset([TensorDataset(torch.zeros(2)), Data(g)]),
     "sampler": lambda g: Holder(sampler=RandomSampler(range(3), generator=g)),
+    "optimizer": NoisyStep,
+    "function of a scheduler": scheduler_over,
 }
 
 
