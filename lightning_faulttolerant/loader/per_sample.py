@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.seeds import reseed
 
 _PLACE = struct.Struct("<QQQ")
 _SEEDS = struct.Struct("<QQQQ")
@@ -267,8 +268,7 @@ def _seed_generator(generator: Any, seed: int) -> None:
     elif hasattr(generator, "get_state"):
         _seed_random_state(generator, seed)
     else:
-        bits = generator.bit_generator
-        bits.state = type(bits)(seed).state
+        reseed(generator, seed)
 
 
 def _seed_random_state(random_state: Any, seed: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import devices, packing
+from lightning_faulttolerant.state import devices, packing, seeds
 from lightning_faulttolerant.state.generators import make_generator, pack_generator
 
 
@@ -66,7 +66,9 @@ def _fresh_held(blob: bytes, seed: int) -> bytes:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    else:
+    elif hasattr(generator, "get_state"):
         tag, _, state = blob.partition(b"\n")
         return tag + b"\n" + _fresh_numpy(state, seed)
+    else:
+        seeds.reseed(generator, seed)
     return pack_generator(generator)

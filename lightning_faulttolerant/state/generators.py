@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightning_faulttolerant.state import devices, packing
+from lightning_faulttolerant.state import devices, packing, seeds
 
 _log = logging.getLogger(__name__)
 
@@ -142,13 +142,16 @@ def path_name(path: Path) -> str:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether `value` is a generator with a state: Python's, NumPy's or torch's."""
+    """Return whether `value` has a state that is drawn from: a generator of Python, NumPy or torch, or its seeds."""
     if isinstance(value, torch.Generator):
         return True
     if isinstance(value, random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy_random = sys.modules.get("numpy.random")
-    return numpy_random is not None and isinstance(value, (numpy_random.Generator, numpy_random.RandomState))
+    if numpy_random is None:
+        return False
+    kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
+    return isinstance(value, kinds) or seeds.is_sequence(value)
 
 
 def pack_generator(generator: Any) -> bytes:
@@ -157,8 +160,14 @@ def pack_generator(generator: Any) -> bytes:
         return _tagged(f"torch:{_device_name(generator.device)}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
         return _tagged("python", packing.random_state(generator))
-    kind = "numpy.RandomState" if hasattr(generator, "get_state") else "numpy.Generator"
-    return _tagged(kind, packing.numpy_state(generator))
+    if hasattr(generator, "get_state"):
+        return _tagged("numpy.RandomState", packing.numpy_state(generator))
+    if seeds.is_sequence(generator):
+        return _tagged(f"numpy.SeedSequence {seeds.pack_sequence(generator)}", b"")
+    kind, bits = ("Generator", generator.bit_generator) if _has_bits(generator) else ("BitGenerator", generator)
+    sequence = seeds.sequence_of(bits)
+    spawning = "" if sequence is None else f" {seeds.pack_sequence(sequence)}"
+    return _tagged(f"numpy.{kind}{spawning}", packing.bits_state(bits))
 
 
 def unpack_generator(generator: Any, blob: bytes) -> None:
@@ -167,24 +176,47 @@ def unpack_generator(generator: Any, blob: bytes) -> None:
     Raises:
         ValueError: If the state is that of another kind of generator.
     """
-    tag, _, state = blob.partition(b"\n")
-    kind = tag.decode()
+    kind, spawning, state = _parts(blob)
     if isinstance(generator, torch.Generator) and kind.startswith("torch:"):
         generator.set_state(packing.unpack_torch(state))
     elif isinstance(generator, random.Random) and kind == "python":
         generator.setstate(packing.unpack_random(state))
     elif hasattr(generator, "get_state") and kind == "numpy.RandomState":
         generator.set_state(packing.unpack_numpy(state))
-    elif hasattr(generator, "bit_generator") and kind == "numpy.Generator":
-        generator.bit_generator.state = packing.unpack_numpy(state)
+    elif seeds.is_sequence(generator) and kind == "numpy.SeedSequence":
+        seeds.load_sequence(generator, spawning)
+    elif _has_bits(generator) and kind == "numpy.Generator":
+        _load_bits(generator.bit_generator, spawning, packing.unpack_numpy(state))
+    elif hasattr(generator, "random_raw") and kind == "numpy.BitGenerator":
+        _load_bits(generator, spawning, packing.unpack_numpy(state))
     else:
         raise ValueError(f"A {type(generator).__name__} can't take the saved state of a {kind} generator.")
 
 
+def _has_bits(generator: Any) -> bool:
+    return hasattr(generator, "bit_generator")
+
+
+def _load_bits(bits: Any, spawning: str, state: Mapping[str, Any]) -> None:
+    if type(bits).__name__ != state["bit_generator"]:
+        kind = state["bit_generator"]
+        raise ValueError(f"A generator on {type(bits).__name__} can't take the saved state of one on {kind}.")
+    bits.state = state
+    sequence = seeds.sequence_of(bits)
+    if spawning and sequence is not None:
+        seeds.load_sequence(sequence, spawning)
+
+
+def _parts(blob: bytes) -> tuple[str, str, bytes]:
+    """Return the kind, what it spawns from, if anything, and the state."""
+    tag, _, state = blob.partition(b"\n")
+    kind, _, spawning = tag.decode().partition(" ")
+    return kind, spawning, state
+
+
 def make_generator(blob: bytes) -> Any:
     """Return a new generator of the kind, and in the state, of `blob`."""
-    tag, _, state = blob.partition(b"\n")
-    kind = tag.decode()
+    kind, spawning, state = _parts(blob)
     generator: Any
     if kind.startswith("torch:"):
         generator = packing.empty_generator(kind)
@@ -193,9 +225,12 @@ def make_generator(blob: bytes) -> Any:
     else:
         import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
 
+        if kind == "numpy.SeedSequence":
+            return seeds.new_sequence(spawning)
         name = packing.unpack_numpy(state)["bit_generator"]
-        bits = getattr(np.random, name)()
-        generator = np.random.RandomState(bits) if kind == "numpy.RandomState" else np.random.Generator(bits)
+        bits = getattr(np.random, name)(seeds.new_sequence(spawning))
+        makers = {"numpy.RandomState": np.random.RandomState, "numpy.Generator": np.random.Generator}
+        generator = makers[kind](bits) if kind in makers else bits
     unpack_generator(generator, blob)
     return generator
 
@@ -234,9 +269,9 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(value, (dict, list, tuple, deque)) and len(value) > _MAX_ITEMS:
+    if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > _MAX_ITEMS:
         return
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         yield from ((("item", key), child) for key, child in value.items())
     elif isinstance(value, (list, tuple, deque)):
         yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))

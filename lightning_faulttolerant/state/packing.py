@@ -33,7 +33,11 @@ def numpy_state(generator: Any) -> bytes:
     """Return the state of NumPy's ``RandomState``, its module's, or of a ``Generator``."""
     if hasattr(generator, "get_state"):
         return memory.read_random_state(generator) or pack_numpy(generator.get_state(legacy=False))
-    bits = generator.bit_generator
+    return bits_state(generator.bit_generator)
+
+
+def bits_state(bits: Any) -> bytes:
+    """Return the state of one of NumPy's bit generators."""
     return memory.read_bit_generator(bits) or pack_numpy(bits.state)
 
 

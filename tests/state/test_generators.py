@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,6 +153,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "namespace": lambda g: SimpleNamespace(rng=g),
     "dict": lambda g: {"a": 1, "rng": g},
     "dict with a number as key": lambda g: {3: g},
+    "view of a dict": lambda g: Holder(rngs=MappingProxyType({"a": g})),
     "list": lambda g: [1, "text", None, g],
     "tuple": lambda g: (1.5, (g,)),
     "list of callables": lambda g: Holder(transforms=[Transform(None), Transform(g)]),

@@ -1,0 +1,98 @@
+"""What NumPy's generators spawn children from goes on with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_faulttolerant.loader.per_sample import seed_generators
+from lightning_faulttolerant.state.fresh import fresh_held_state
+from lightning_faulttolerant.state.generators import HeldGenerators, make_generator, pack_generator
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "Generator": np.random.default_rng,
+    "Generator on MT19937": lambda seed: np.random.Generator(np.random.MT19937(seed)),
+    "BitGenerator": np.random.SFC64,
+    "SeedSequence": np.random.SeedSequence,
+    "SeedSequence of several words": lambda seed: np.random.SeedSequence([seed or 0, 2**40], spawn_key=(7,)),
+}
+each_holder = pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
+
+
+def draw(holder: Any) -> list[int]:
+    """Draw from a new child, and from the holder itself."""
+    [child] = holder.spawn(1)
+    return [word for one in (child, holder) for word in _words(one)]
+
+
+def _words(one: Any) -> list[int]:
+    if isinstance(one, np.random.SeedSequence):
+        return one.generate_state(3).tolist()
+    return getattr(one, "bit_generator", one).random_raw(3).tolist()
+
+
+@each_holder
+def test_children_go_on_in_another_process(make: Callable[[Any], Any]) -> None:
+    """An object in a new process, which the system has seeded, has the children that the saved one has next."""
+    saved, fresh = {"rng": make(None)}, {"rng": make(None)}
+    draw(saved["rng"])
+    state = HeldGenerators({"dataset": saved}).state_dict()
+    expected = draw(saved["rng"])
+    assert HeldGenerators({"dataset": fresh}).load_state_dict(state) == []
+    assert draw(fresh["rng"]) == expected
+
+
+@each_holder
+def test_state_goes_back(make: Callable[[Any], Any]) -> None:
+    """One that has had more children since has the same ones again."""
+    holder = {"rng": make(1)}
+    held = HeldGenerators({"dataset": holder})
+    state = held.state_dict()
+    expected = [draw(holder["rng"]) for _ in range(2)]
+    held.load_state_dict(state)
+    assert [draw(holder["rng"]) for _ in range(2)] == expected
+
+
+@each_holder
+def test_one_that_is_made_has_the_saved_children(make: Callable[[Any], Any]) -> None:
+    """One in the place of an object that makes its own when it is first used is the saved one."""
+    holder = make(None)
+    draw(holder)
+    blob = pack_generator(holder)
+    made = make_generator(blob)
+    assert type(made) is type(holder)
+    assert pack_generator(made) == blob
+    assert draw(made) == draw(holder)
+
+
+@each_holder
+def test_children_of_new_ranks_are_their_own(make: Callable[[Any], Any]) -> None:
+    """Two ranks that make theirs of one saved state never have the same children."""
+    state = {"rng": pack_generator(make(1))}
+    first, second = (make_generator(fresh_held_state(state, rank)["rng"]) for rank in (1, 2))
+    assert draw(first) != draw(second)
+
+
+@each_holder
+def test_children_of_a_seeded_sample_follow_from_its_place(make: Callable[[Any], Any]) -> None:
+    """Whatever was spawned before, a sample that is seeded from its place has the same children."""
+    held = [HeldGenerators({"dataset": {"rng": make(seed)}}) for seed in (1, 2)]
+    draw(held[1].generators()["dataset['rng']"])
+    drawn = []
+    for place in (3, 4):
+        for one in held:
+            seed_generators(0, 0, place, one)
+        drawn += [draw(one.generators()["dataset['rng']"]) for one in held]
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert drawn[0] != drawn[2]
+
+
+def test_state_of_other_bits_is_refused_by_name() -> None:
+    """A state is never pressed into a generator on other bits: both are named."""
+    state = HeldGenerators({"a": np.random.default_rng(0)}).state_dict()
+    with pytest.raises(ValueError, match=r"A generator on SFC64 can't take the saved state of one on PCG64"):
+        HeldGenerators({"a": np.random.Generator(np.random.SFC64(0))}).load_state_dict(state)
