@@ -83,6 +83,43 @@ def _non_persistent(module: nn.Module) -> Iterator[str]:
         yield from (f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set)
 
 
+def kinds_of_buffers(module: nn.Module) -> dict[str, str]:
+    """Return type and shape of each buffer outside the ``state_dict`` by name, ``None`` of one not there yet."""
+    modules = dict(module.named_modules())
+    found = {}
+    for name in _non_persistent(module):
+        prefix, _, own = name.rpartition(".")
+        found[name] = _kind(modules[prefix]._buffers.get(own))
+    return found
+
+
+def _kind(buffer: Any) -> str:
+    return "None" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+
+
+def make_room(
+    module: nn.Module, state: Mapping[str, Tensor], *, began: Mapping[str, str], here: Mapping[str, str]
+) -> None:
+    """Let buffers that training has made, or given another shape, be there as `state` has them, for `load_buffers`.
+
+    Args:
+        module: Whose.
+        state: The buffers to make room for, by name.
+        began: `kinds_of_buffers` where the saved fit began.
+        here: The same where this one began. A buffer that began as another one is left as it is.
+    """
+    now, modules = kinds_of_buffers(module), dict(module.named_modules())
+    for name, value in state.items():
+        prefix, _, own = name.rpartition(".")
+        owner = modules.get(prefix)
+        if owner is None or now.get(name) == _kind(value) or began.get(name) != here.get(name):
+            continue
+        if name in now or not hasattr(owner, own):
+            near = (*owner.parameters(), *owner.buffers(), *module.parameters())
+            device = next((tensor.device for tensor in near), value.device)
+            owner.register_buffer(own, torch.empty_like(value, device=device), persistent=False)
+
+
 @torch.no_grad()
 def load_buffers(module: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Copy `state` into the module's buffers in place; return the names that have no buffer of that shape."""

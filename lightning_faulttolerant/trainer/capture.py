@@ -23,9 +23,11 @@ from lightning_faulttolerant.state.tensors import (
     extra_state,
     flags_state,
     gradients_state,
+    kinds_of_buffers,
     load_buffers,
     load_flags,
     load_gradients,
+    make_room,
 )
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
@@ -92,6 +94,7 @@ class RunState:
         self._trainer = trainer
         self._loaders = loaders
         self.files = files
+        self._buffers = kinds_of_buffers(trainer.lightning_module)
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
@@ -131,6 +134,7 @@ class RunState:
             "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
             "files": self.files.state_dict(),
+            "began": {"buffers": self._buffers},
         }
 
     def _is_iterating(self, position: Position) -> bool:
@@ -151,7 +155,7 @@ class RunState:
             "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": self._load_gradients,
-            "buffers": lambda part: load_buffers(module, part),
+            "buffers": lambda part: self._load_buffers(part, state.get("began", {}).get("buffers", {})),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
             "files": lambda part: self.files.load_state_dict(part),
@@ -167,6 +171,11 @@ class RunState:
     def _load_gradients(self, state: Mapping[str, Any]) -> None:
         reshard(self._trainer)
         load_gradients(self._trainer.lightning_module, state)
+
+    def _load_buffers(self, state: Mapping[str, Any], began: Mapping[str, str]) -> list[str]:
+        module = self._trainer.lightning_module
+        make_room(module, state, began=began, here=self._buffers)
+        return load_buffers(module, state)
 
     def _load_held(self, state: Mapping[str, Any]) -> list[str]:
         return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])

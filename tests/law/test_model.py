@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
 
 
 @each_cut
@@ -215,6 +215,27 @@ class BufferNet(Net):
 def test_buffers_outside_the_state_dict(cut: Cut) -> None:
     """A buffer that is not persistent goes on."""
     assert_goes_on(cut, module=BufferNet)
+
+
+class TableNet(Net):
+    """Its loss depends on a table that it makes in its first step, and on rows that it gathers; neither is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("rows", torch.zeros(0, 4), persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.table is None:
+            self.table = torch.randn(4)
+        self.rows = torch.cat([self.rows, batch])[-10:]
+        return super().training_step(batch + self.table - self.rows.mean(0), batch_idx)
+
+
+@pytest.mark.slow
+def test_buffers_that_training_makes_and_grows() -> None:
+    """Buffers outside the ``state_dict`` go on that the new process has in another shape still, or not at all."""
+    assert_goes_on(FIRST_EPOCH, module=TableNet)
 
 
 class FreezingNet(Net):

@@ -15,9 +15,11 @@ from lightning_faulttolerant.state.tensors import (
     buffers_state,
     flags_state,
     gradients_state,
+    kinds_of_buffers,
     load_buffers,
     load_flags,
     load_gradients,
+    make_room,
 )
 
 
@@ -103,6 +105,44 @@ def test_buffers_of_another_shape_are_named_and_left() -> None:
     state = {**buffers_state(module), "3.lost": torch.ones(1, dtype=torch.int64), "gone": torch.ones(1)}
     assert sorted(load_buffers(module, state)) == ["3.lost", "gone"]
     assert module[3].lost.tolist() == [0, 0, 0]
+
+
+class Positions(nn.Module):
+    """Makes a table when it first sees rows, and a longer one for longer rows, as rotary embeddings do."""
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__()
+        self.register_buffer("table", None if length is None else torch.zeros(length), persistent=False)
+
+    def forward(self, length: int) -> None:
+        self.register_buffer("table", torch.arange(length, dtype=torch.float64), persistent=False)
+        self.register_buffer("late", torch.ones(length), persistent=False)
+
+
+def grown(saved: nn.Module, fresh: nn.Module) -> list[str]:
+    """Train `saved` and load its buffers into `fresh`; return what has nothing to go to."""
+    began, here = kinds_of_buffers(saved), kinds_of_buffers(fresh)
+    saved[0](5)
+    state = safe(buffers_state(saved, persistent=False))
+    make_room(fresh, state, began=began, here=here)
+    return load_buffers(fresh, state)
+
+
+@pytest.mark.parametrize("length", [None, 3, 5])
+def test_buffers_that_training_has_made_or_grown_have_room(length: int | None) -> None:
+    """A buffer that was ``None``, missing, shorter or of another type when the fit began is as it was saved."""
+    saved, fresh = (nn.Sequential(Positions(length)) for _ in range(2))
+    assert grown(saved, fresh) == []
+    assert_equal(buffers_state(fresh), buffers_state(saved))
+    assert fresh[0].table.dtype == torch.float64
+    assert fresh.state_dict() == {}
+
+
+def test_buffers_that_began_otherwise_have_no_room() -> None:
+    """A buffer that the two fits began with in another shape is returned by name and left: it is another module."""
+    fresh = nn.Sequential(Positions(4))
+    assert grown(nn.Sequential(Positions(3)), fresh) == ["0.table"]
+    assert fresh[0].table.tolist() == [0.0] * 4
 
 
 def test_buffers_state_is_a_copy() -> None:
