@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,19 +10,45 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.wrappers import MetricTracker
 
 _OF_EVERY_METRIC = vars(SumMetric()).keys()
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_KINDS = (Metric, MetricCollection, MetricTracker)
+_MAX_ITEMS = 1_000
 
 
 def named_metrics(module: nn.Module) -> dict[str, Metric]:
-    """Return each metric in `module` by its path."""
-    return {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+    """Return each metric in `module` by its path, also those in plain lists and dicts that its modules hold."""
+    return {name: child for name, child in _children(module).items() if isinstance(child, Metric)}
 
 
 def _named_collections(module: nn.Module) -> dict[str, MetricCollection]:
-    return {name: child for name, child in module.named_modules() if isinstance(child, MetricCollection)}
+    return {name: child for name, child in _children(module).items() if isinstance(child, MetricCollection)}
 
 
 def _named_trackers(module: nn.Module) -> dict[str, MetricTracker]:
-    return {name: child for name, child in module.named_modules() if isinstance(child, MetricTracker)}
+    return {name: child for name, child in _children(module).items() if isinstance(child, MetricTracker)}
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    children = dict(module.named_modules())
+    seen = set(map(id, children.values()))
+    for name, held in [found for prefix, child in children.items() for found in _in_containers(prefix, child)]:
+        for path, inner in held.named_modules(prefix=name):
+            if id(inner) not in seen:  # a list of what the module has as attributes, too
+                seen.add(id(inner))
+                children[path] = inner
+    return children
+
+
+def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Give what torch doesn't know of as a part of `module`, by path."""
+    if type(module).__module__.startswith("torch."):  # most modules of a model; they hold no metrics
+        return
+    for name, value in vars(module).items():
+        is_own = name not in _OF_EVERY_MODULE
+        if is_own and isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            path = f"{prefix}.{name}" if prefix else name
+            yield from ((f"{path}[{key!r}]", item) for key, item in items if isinstance(item, _KINDS))
 
 
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -255,3 +255,38 @@ def test_tensors_in_attributes_come_back() -> None:
     assert load_metrics(fresh, safe(metrics_state(saved))) == []
     fresh["map"].update(torch.tensor([1.0, 1.0]))
     assert fresh["map"].compute().tolist() == [2.0, 3.0]
+
+
+class Holds(nn.Module):
+    """A part of a module that keeps a metric in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = (MaxMetric(), None)
+
+
+class Plain(nn.Module):
+    """Keeps metrics where torch does not look for parts of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.listed = [self.mean, MeanMetric()]
+        self.named = {"values": CatMetric(), "both": MetricCollection([MeanMetric(), MaxMetric()])}
+        self.child = Holds()
+
+    def all(self) -> list[Any]:
+        """Return each."""
+        return [*self.listed, *self.named.values(), self.child.pair[0]]
+
+
+def test_metrics_in_plain_containers() -> None:
+    """Metrics in lists, tuples and dicts that a module holds go on, each once."""
+    saved, fresh = Plain(), Plain()
+    for number, metric in enumerate(saved.all()):
+        metric.update(torch.tensor([1.0, 2.0 + number]))
+    state = metrics_state(saved)
+    names = ["child.pair[0]", "listed[1]", "mean", "named['both'].MaxMetric", "named['both'].MeanMetric"]
+    assert sorted(state["metrics"]) == [*names, "named['values']"]
+    assert load_metrics(fresh, safe(state)) == []
+    assert [str(m.compute()) for m in fresh.all()] == [str(m.compute()) for m in saved.all()]
