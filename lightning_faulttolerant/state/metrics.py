@@ -44,11 +44,22 @@ def _in_containers(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
     if type(module).__module__.startswith("torch."):  # most modules of a model; they hold no metrics
         return
     for name, value in vars(module).items():
-        is_own = name not in _OF_EVERY_MODULE
-        if is_own and isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
+        if name not in _OF_EVERY_MODULE:
             path = f"{prefix}.{name}" if prefix else name
-            yield from ((f"{path}[{key!r}]", item) for key, item in items if isinstance(item, _KINDS))
+            yield from ((f"{path}{key}", held) for key, held in _items(value))
+
+
+def _items(value: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(value, (dict, list, tuple)) and len(value) <= _MAX_ITEMS:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, _KINDS))
+
+
+def metrics_of(holder: object) -> dict[str, nn.Module]:
+    """Return the metrics, collections and trackers that any object holds as attributes, or in lists and dicts there."""
+    held: list[tuple[str, nn.Module]] = [(n, value) for n, value in vars(holder).items() if isinstance(value, _KINDS)]
+    held += [(f"{name}{key}", item) for name, value in vars(holder).items() for key, item in _items(value)]
+    return dict(held)
 
 
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:

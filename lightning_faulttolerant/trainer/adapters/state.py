@@ -15,11 +15,9 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.wrappers import MetricTracker
+from torch import Tensor
 
-from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.metrics import load_metrics, metrics_of, metrics_state
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import (
@@ -116,22 +114,17 @@ class _Averaging:
 
 
 class _Metrics:
-    """Metrics in attributes of any callback: they go on like those of the module."""
+    """Metrics in attributes of any callback, or in lists and dicts there: they go on like those of the module."""
 
     def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, Any]:
-        return {name: metrics_state(metric) for name, metric in _held_metrics(callback).items()}
+        return {name: metrics_state(metric) for name, metric in metrics_of(callback).items()}
 
     def load_state_dict(self, trainer: Trainer, callback: Callback, state: Mapping[str, Any]) -> list[str]:
-        held = _held_metrics(callback)
+        held = metrics_of(callback)
         missing = sorted(state.keys() - held.keys())
         for name in state.keys() & held.keys():
             missing += [f"{name}.{value}" for value in load_metrics(held[name], state[name])]
         return missing
-
-
-def _held_metrics(callback: Callback) -> dict[str, nn.Module]:
-    kinds = (Metric, MetricCollection, MetricTracker)
-    return {name: value for name, value in vars(callback).items() if isinstance(value, kinds)}
 
 
 _ADAPTERS: list[tuple[type[Callback], Adapter]] = [

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ThroughputMonitor
 from lightning.pytorch.trainer.states import RunningStage
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_faulttolerant.trainer.adapters.state import callbacks_state, load_callbacks, why_ended
 
@@ -43,6 +43,23 @@ def test_metrics_of_a_callback_come_back(trainer: Trainer) -> None:
     saved.number = 4
     assert load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved})) == []
     assert (fresh.mean.compute().item(), fresh.number) == (2.0, 3)
+
+
+class HoldingMore(Callback):
+    """Holds metrics in a list and in a dict."""
+
+    def __init__(self) -> None:
+        self.means = [MeanMetric(), None]
+        self.by_name = {"max": MaxMetric()}
+
+
+def test_metrics_in_lists_and_dicts_of_a_callback_come_back(trainer: Trainer) -> None:
+    """So does a metric in a list or in a dict."""
+    saved, fresh = HoldingMore(), HoldingMore()
+    saved.means[0].update(2.0)
+    saved.by_name["max"].update(3.0)
+    assert load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved})) == []
+    assert (fresh.means[0].compute().item(), fresh.by_name["max"].compute().item()) == (2.0, 3.0)
 
 
 def test_what_has_nothing_to_go_to_is_named(trainer: Trainer) -> None:
