@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import devices, packing, seeds
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class HeldGenerators:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
         self._watched: list[tuple[Any, int, tuple[Any, ...]]] = []
+        self._made: dict[str, tuple[Any, bytes]] = {}
         self.search()
 
     def __len__(self) -> int:
@@ -72,7 +74,25 @@ class HeldGenerators:
         for container, size, empty in self._watched:
             if len(container) != size or any(_holds(container, key) for key in empty):
                 self.search()
-                return
+                break
+        if self._made:
+            self._look_at_made()
+
+    def _look_at_made(self) -> None:
+        """Say it if an object has replaced a generator that was made for it, which nothing was drawn from."""
+        for name, (generator, blob) in list(self._made.items()):
+            now = self._resolve(self._paths.get(name, ()))
+            is_unused = pack_generator(generator) == blob
+            if now is generator and is_unused:
+                continue
+            del self._made[name]
+            if now is not generator and is_unused:
+                _log.warning(
+                    "A generator was put back as %s, where there was none yet, and its object has made another one"
+                    " before it drew from that: what it draws may differ from the uninterrupted run. Let it make one"
+                    " only where it has none, or at its start.",
+                    name,
+                )
 
     def _watch(self, value: Any) -> None:
         container = value if isinstance(value, (dict, list, deque)) else getattr(value, "__dict__", None)
@@ -130,7 +150,9 @@ class HeldGenerators:
         owner = next(owners, None)
         if owner is None or not attribute.isidentifier() or dict(_attributes(owner)).get(attribute) is not None:
             return False
-        return _assign(owner, attribute, make_generator(blob))
+        generator = make_generator(blob)
+        self._made[name] = (generator, pack_generator(generator))
+        return _assign(owner, attribute, generator)
 
 
 def path_name(path: Path) -> str:
@@ -159,6 +181,11 @@ def pack_generator(generator: Any) -> bytes:
     if isinstance(generator, torch.Generator):
         return _tagged(f"torch:{_device_name(generator.device)}", packing.pack_torch(generator.get_state()))
     if isinstance(generator, random.Random):
+        if type(generator).getstate is not random.Random.getstate:
+            raise NotExactError(
+                f"A {type(generator).__name__} has a getstate of its own, whose result can't be kept in a checkpoint:"
+                " what is drawn from it would differ from the uninterrupted run. Hold a random.Random instead."
+            )
         return _tagged("python", packing.random_state(generator))
     if hasattr(generator, "get_state"):
         return _tagged("numpy.RandomState", packing.numpy_state(generator))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
 
+from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state.generators import HeldGenerators, is_generator, make_generator, pack_generator
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -252,6 +253,38 @@ def test_attribute_that_is_not_there_yet_is_made() -> None:
     state = HeldGenerators({"dataset": Holder(inner=Holder(rng=random.Random(4)))}).state_dict()
     assert HeldGenerators({"dataset": fresh}).load_state_dict(state) == []
     assert fresh.inner.rng.random() == random.Random(4).random()
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_generator_that_its_object_replaces_unused_is_told(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """An object that makes its generator together with something else makes it anew: that is said, once."""
+    fresh = Holder(rng=None)
+    held = HeldGenerators({"dataset": fresh})
+    held.load_state_dict(HeldGenerators({"dataset": Holder(rng=random.Random(4))}).state_dict())
+    held.refresh()
+    assert caplog.text == ""
+    if draws:
+        fresh.rng.random()
+        held.refresh()
+    fresh.rng = random.Random(4)
+    held.refresh()
+    held.refresh()
+    assert caplog.text.count("A generator was put back as dataset.rng, where there was none yet") == (not draws)
+
+
+class Counting(random.Random):
+    """Counts its draws in its state."""
+
+    count = 0
+
+    def getstate(self) -> Any:
+        return super().getstate(), self.count
+
+
+def test_state_that_cannot_be_kept_is_named() -> None:
+    """A generator with a state of its own making is refused by the name of its class."""
+    with pytest.raises(NotExactError, match=r"A Counting has a getstate of its own"):
+        HeldGenerators({"dataset": Holder(rng=Counting())}).state_dict()
 
 
 def test_generator_made_after_the_search_is_found_by_the_next() -> None:
