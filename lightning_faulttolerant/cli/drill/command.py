@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of this command.
     """
-    parser.add_argument("words", metavar="COMMAND", nargs="+", help="what starts your training, behind --")
+    parser.add_argument(
+        "words",
+        metavar="COMMAND",
+        nargs=argparse.PARSER,  # all behind its first word is its own, also where -- was left out
+        help="what starts your training, with its arguments; behind --",
+    )
     parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(
         "--signal",
@@ -100,13 +105,14 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
-    problem = _problem(arguments)
+    words = _words(arguments)
+    problem = _problem(arguments, words)
     if problem is not None:
         print(f"drill: {safe(problem)}", file=sys.stderr)
         return result.EXIT_CODES[result.NOT_JUDGED]
     directory = _directory(arguments)
     settings = DrillSettings(
-        command=tuple(arguments.words),
+        command=words,
         num_strikes=len(set(arguments.at)) or arguments.kills,
         kind=arguments.signal,
         at=tuple(arguments.at),
@@ -146,10 +152,16 @@ def _drilled(settings: DrillSettings) -> tuple[DrillResult, Path | None]:
     return found, drill.failed_output
 
 
-def _problem(arguments: argparse.Namespace) -> str | None:
+def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command; Python before 3.12.5 leaves the ``--`` in front of it."""
+    return tuple(arguments.words[1:] if arguments.words[0] == "--" else arguments.words)
+
+
+def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     """Return what is wrong with the arguments, before any hour is spent."""
-    if shutil.which(arguments.words[0]) is None:
-        return f"{arguments.words[0]}: no such command"
+    if shutil.which(words[0]) is None:
+        is_script = words[0].endswith(".py") and os.path.isfile(words[0])
+        return f"{words[0]}: no such command{f'; python {words[0]} may be meant' if is_script else ''}"
     if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
         return f"{arguments.output} is not empty: ledgers of another drill would be mixed with this one's"
     if arguments.html is not None and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.html))):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def end_three_times() -> None:
     ("arguments", "message"),
     [
         (["--", "no-such-command"], "no such command"),
+        (["--", "file.py", "--kills"], "python file.py may be meant"),
         (["--output", ".", "--", "python"], "is not empty"),
         (["--html", "nowhere/page.html", "--", "python"], "no such directory"),
         (["--html", ".", "--", "python"], "is a directory"),
@@ -94,7 +96,7 @@ def test_what_would_fail_in_the_end_is_refused_at_once(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     """A wrong path or command is told before anything is run."""
-    (tmp_path / "file").touch()
+    (tmp_path / "file.py").touch()
     monkeypatch.chdir(tmp_path)
     found = call(capsys, "drill", *arguments)
     assert (found.status, found.out) == (2, "")
@@ -109,6 +111,16 @@ def test_wrong_arguments_of_a_drill_give_the_usage(capsys: Capture, arguments: l
     found = call(capsys, "drill", *arguments)
     assert (found.status, found.out) == (2, "")
     assert "usage: " in found.err
+
+
+@pytest.mark.parametrize("before", [[], ["--"], ["--kills", "1"], ["--kills", "1", "--"]])
+def test_what_stands_behind_the_command_is_the_commands(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, before: list[str]
+) -> None:
+    """An option of the script is none of the drill's, also where somebody leaves the -- out."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = call(capsys, "drill", *before, "echo", "--seed", "x", "--out", "a", "--", "b")
+    assert "Drill: echo --seed x --out a -- b\n" in found.err
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
