@@ -19,7 +19,6 @@ from lightning_faulttolerant.cli.drill import result
 from lightning_faulttolerant.cli.drill.drilling import Drill
 from lightning_faulttolerant.cli.drill.page import page
 from lightning_faulttolerant.cli.drill.printing import command_text, print_result
-from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import progress_on
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import KILL, KINDS, DrillSettings
@@ -128,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, output = _drilled(settings)
         is_kept = arguments.output is not None or found.verdict.word != result.EXACT
         if output is not None:
-            _print_tail(output)
+            _print_end(output, found.last_words)
         print_result(found, sys.stdout, is_kept=is_kept)
         sys.stdout.flush()  # it is told whatever becomes of the page
         if arguments.html is not None:
@@ -205,9 +204,9 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _print_tail(output: Path) -> None:
-    print(f"\nThe end of {safe(output)}:", file=sys.stderr)
-    for line in tail_of(output, 20):
+def _print_end(output: Path, lines: Sequence[str]) -> None:
+    print(f"\nThe end of {safe(output)}:" if lines else f"\n{safe(output)} is empty.", file=sys.stderr)
+    for line in lines:
         print(f"  | {safe(line)}", file=sys.stderr)
 
 

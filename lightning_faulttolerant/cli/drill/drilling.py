@@ -15,6 +15,7 @@ from typing import final
 from lightning_faulttolerant.cli.drill import judging, running
 from lightning_faulttolerant.cli.drill.comparison import Follower, number_of
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, Event, RankOfRun
+from lightning_faulttolerant.cli.drill.process import tail_of
 from lightning_faulttolerant.cli.drill.progress import Progress
 from lightning_faulttolerant.cli.drill.result import (
     INTERRUPTED,
@@ -30,6 +31,8 @@ from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
 from lightning_faulttolerant.records import ledger
+
+_NUM_LAST_WORDS = 20
 
 
 @final
@@ -85,6 +88,7 @@ class Drill:
             uninterrupted=self._runs.get(UNINTERRUPTED),
             repeated=self._runs.get(REPEATED),
             interrupted=self._runs.get(INTERRUPTED),
+            last_words=() if self.failed_output is None else tuple(tail_of(self.failed_output, _NUM_LAST_WORDS)),
         )
 
     def _run(self) -> Verdict:

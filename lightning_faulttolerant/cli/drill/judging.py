@@ -73,14 +73,15 @@ def failed(process: DrillProcess, *, is_restart: bool) -> Verdict:
                 part="restart",
                 text="The same command, run again after a strike, does not come to its end.",
                 advice=(
-                    "The end of its output is shown above. A script must bear being run again: an output that exists"
-                    " already, a port or a lock that is still held.",
+                    f"Its output says why: {process.output}",
+                    "A script must bear being run again: an output that exists already, a port or a lock that is still"
+                    " held.",
                 ),
             ),
         )
     return _not_judged(
         f"The script {how}.",
-        Cause(part="script", text="The script fails by itself.", advice=("The end of its output is shown above.",)),
+        Cause(part="script", text="The script fails by itself.", advice=(f"Its output says why: {process.output}",)),
     )
 
 

@@ -27,6 +27,7 @@ def page(result: DrillResult) -> str:
         _head(result),
         _difference(result),
         _cause(result),
+        _last_words(result),
         _curves(result),
         _strikes(result),
         _compared(result),
@@ -109,6 +110,13 @@ def _cause(result: DrillResult) -> Child:
         tag("p", cause.text),
         [tag("h3", "What to do"), _list(cause.advice)] if cause.advice else None,
     )
+
+
+def _last_words(result: DrillResult) -> Child:
+    if not result.last_words:
+        return None
+    text = "\n".join(result.last_words)
+    return tag("section", tag("h2", "The end of its output"), tag("code", text, class_="command"))
 
 
 def _curves(result: DrillResult) -> Child:

@@ -196,6 +196,7 @@ class DrillResult:
         uninterrupted: None if it never came to train.
         repeated: The second uninterrupted run of ``--check``.
         interrupted: None if the drill ended before it.
+        last_words: The end of what the script has printed, if it failed by itself.
     """
 
     command: tuple[str, ...]
@@ -211,3 +212,4 @@ class DrillResult:
     uninterrupted: RunOfDrill | None = None
     repeated: RunOfDrill | None = None
     interrupted: RunOfDrill | None = None
+    last_words: tuple[str, ...] = ()

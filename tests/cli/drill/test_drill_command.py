@@ -43,11 +43,15 @@ def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path, capsys: Capture) -> None:
-    """Where the script fails by itself, its own words say most."""
-    found = call(capsys, "drill", "--", *words(tmp_path, "--fails=always"))
+    """Where the script fails by itself, its own words say most: on the terminal, and on the page."""
+    page = tmp_path / "page.html"
+    found = call(capsys, "drill", f"--html={page}", "--", *words(tmp_path, "--fails=always"))
+    assert "ValueError: it fails" in page.read_text()
     assert found.status == 2
     assert "  | ValueError: it fails" in found.err
     assert "NOT JUDGED" in found.out
+    silent = call(capsys, "drill", f"--output={tmp_path / 'kept'}", "--", "false")
+    assert silent.err.endswith("process-0.log is empty.\n")
 
 
 def test_the_verdict_is_told_though_the_page_can_not_be_written(tmp_path: Path, capsys: Capture) -> None:

@@ -162,7 +162,10 @@ def test_a_drill_that_could_not_judge_has_a_page_too():
         seconds=0.0,
         directory="",
     )
+    text = Parsed(page(replace(bare, last_words=("Traceback:", "ValueError: <it fails>")))).text
+    assert "ValueError: <it fails>" in text
     text = Parsed(page(bare)).text
+    assert "end of its output" not in text
     assert "Not judged" in text
     assert "Call seed_everything." in text
     assert "batch by batch" not in text
