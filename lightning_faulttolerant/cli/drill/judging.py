@@ -55,6 +55,16 @@ _NOT_RESUMED = Cause(
     ),
 )
 
+_CAUGHT = Cause(
+    part="caught exception",
+    text="It caught the exception and fitted again in the same process. A run goes on where the same command is run"
+    " again: another fit of the same process is one behind the first, and begins from the beginning.",
+    advice=(
+        "Let the exception end the script, and the same command be run again: that is what the drill does.",
+        "--signal KILL leaves the script nothing to catch.",
+    ),
+)
+
 
 def failed(process: DrillProcess, *, is_restart: bool) -> Verdict:
     """Judge a run of which a process failed by itself.
@@ -224,6 +234,8 @@ def _of_mismatch(
     mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
 ) -> Verdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
+    if is_older and _was_caught(mismatch, ran):
+        return _not_judged("The script trained on behind the exception that the drill had raised.", _CAUGHT)
     if is_older:
         verdict = _not_deterministic(mismatch, expected, found)
         note = "The difference is older than the first strike, so no restart has to do with it."
@@ -251,6 +263,13 @@ def _of_mismatch(
         difference=difference,
         notes=tuple(notes),
     )
+
+
+def _was_caught(mismatch: Mismatch, ran: Ran) -> bool:
+    """Return whether the exception that was asked for has ended the fit, and another has begun in its process."""
+    one, other, faults = mismatch.expected, mismatch.found, ran.processes[0].faults
+    # A fit that comes to its end says so before the next one begins.
+    return one is not None and other is not None and other.fit > one.fit and bool(faults) and faults[0].fit == one.fit
 
 
 def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> Verdict:

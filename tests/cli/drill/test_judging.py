@@ -12,6 +12,7 @@ from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import Strike, Verdict
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line
 from tests.cli.drill.made import at, begun, changed, fit_lines, resumed, since
 
@@ -21,10 +22,11 @@ OTHER = (0.3).hex()
 class MadeProcess:
     """A process that has ended, with what its ranks have written."""
 
-    def __init__(self, *ranks: list[Line], exit_code: int = -9, num_restarts: int = 0) -> None:
+    def __init__(self, *ranks: list[Line], exit_code: int = -9, num_restarts: int = 0, fault: str = "") -> None:
         self._ranks = ranks
         self.exit_code = exit_code
         self.num_restarts = num_restarts
+        self.faults = (FaultPlace.parse(fault),) if fault else ()
         self.output = Path("the output")
 
     def lines(self) -> dict[int, list[Line]]:
@@ -125,6 +127,19 @@ def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
     assert verdict.word == result.NOT_JUDGED
     assert verdict.difference is not None
     assert verdict.difference.values[0].found == "nothing, the run had ended"
+
+
+def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
+    """A script that fits again in a process that was struck is deterministic, and nothing was proved of a restart."""
+    lines = [begun(), *fit_lines()[:6], begun(fit=2), *fit_lines(fit=2)]
+    processes = [MadeProcess(lines, exit_code=0, fault="1:0:3:start")]
+    verdict = judge(processes, outcome=running.DIFFERENT, kind="exception")
+    assert verdict.word == result.NOT_JUDGED
+    assert verdict.cause is not None
+    assert verdict.cause.part == "caught exception"
+    verdict = judge([MadeProcess(lines, exit_code=0)], outcome=running.DIFFERENT)
+    assert verdict.cause is not None
+    assert verdict.cause.part == "course of the run"
 
 
 def test_a_rank_too_many_is_no_equal_run() -> None:
