@@ -227,6 +227,19 @@ def is_unchanged_for_long(path: str | os.PathLike[str]) -> bool:
     return time.time() - changed > ABANDONED_AFTER_SECONDS
 
 
+def remove_abandoned(directory: Path) -> None:
+    """Delete the temporary files of a directory whose writers were killed, once they were left alone for so long.
+
+    Args:
+        directory: Anybody's, who may keep other files there; may be missing.
+    """
+    with contextlib.suppress(OSError):  # a save that has room does not fail for it
+        for temporary, _ in find_leftovers(directory, other_hosts=True):
+            if temporary.is_file() and is_unchanged_for_long(temporary):
+                _logger.info("Removing %s, which a writer that was killed left behind", temporary)
+                temporary.unlink(missing_ok=True)
+
+
 def is_of_this_process(name: str) -> bool:
     """Tell whether this process has made a temporary name."""
     found = _TEMPORARY_NAME.fullmatch(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
+from lightning_faulttolerant.checkpoint.atomic_file import remove_abandoned
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store, split_path
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
@@ -44,6 +46,8 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint so that a crash at any moment leaves the old file or the new one.
 
+        A crash may also leave a hidden temporary file: an hour later the next save into the directory removes it.
+
         Args:
             checkpoint: What ``torch.save`` can write; it is streamed, not copied.
             path: A file, of which missing parents are made, or a URL.
@@ -59,6 +63,8 @@ class AtomicCheckpointIO(CheckpointIO):
                 " not by Lightning's own. Put the options of a file system into fsspec's configuration."
             )
         directory, name = split_path(_as_given(path))
+        if not is_url(directory):
+            remove_abandoned(pathlib.Path(directory))
         with open_store(directory).writer(name) as file:
             save_to_file(checkpoint, file)
 

@@ -8,6 +8,7 @@ import http.server
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -61,6 +62,18 @@ def test_paths_are_understood_as_lightning_does(path: str, tmp_path: Path, monke
     AtomicCheckpointIO().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
     AtomicCheckpointIO().remove_checkpoint(path)
+
+
+def test_a_save_removes_what_a_killed_one_left_long_ago(tmp_path: Path) -> None:
+    """Kills in the middle of saves do not fill the disk; who may still write there, and files of others, stay."""
+    dead = "elsewhere-1-0123456789abcdef"
+    names = {f".a.ckpt.tmp-{dead}": 7200, f".b.ckpt.tmp-{dead}": 60, ".c.ckpt.tmp-mine": 7200, "d.ckpt": 7200}
+    names[f".e.ckpt.tmp-{os.uname().nodename}-{os.getppid()}-0123456789abcdef"] = 7200
+    for name, age in names.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    AtomicCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "new.ckpt")
+    assert sorted(os.listdir(tmp_path)) == sorted(["new.ckpt", *list(names)[1:]])
 
 
 def test_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
