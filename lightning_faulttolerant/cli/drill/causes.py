@@ -28,6 +28,10 @@ _SAVE = (
     "save it in on_save_checkpoint and put it back in on_load_checkpoint (of the module, the data module or a"
     " callback), or keep it in a buffer of the module (register_buffer)"
 )
+_FOUND_AGAIN = (
+    "The second run finds what the first has left: weights or a cache that the script loads where they are there."
+    " {run} in the command keeps the two apart."
+)
 _ORDER = Cause(
     part=DATA_ORDER,
     text="The batch was made of other samples.",
@@ -281,7 +285,8 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
     if mismatch.kind == ledger.BATCH and mismatch.number == 0 and {"rng", "order"} & set(mismatch.fields):
         return Cause(
             part="no seed",
-            text="The runs begin with different random numbers: nothing seeds the generators.",
+            text="The runs begin with different random numbers: nothing seeds the generators, or by another number each"
+            " time.",
             advice=("Call seed_everything(1, workers=True) before model and data are built.",),
         )
     if mismatch.kind == ledger.BATCH and first in ("order", "content"):
@@ -293,6 +298,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
                 " NumPy and torch, in the workers too, but no np.random.default_rng() and no library with its own.",
                 "Take nothing from the clock, from os.listdir, glob or a set without sorting it (sets of texts change"
                 " with PYTHONHASHSEED).",
+                _FOUND_AGAIN,
             ),
         )
     if mismatch.kind == ledger.BATCH and first == "loss":
@@ -302,6 +308,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
             " deterministic.",
             advice=(
                 "Call seed_everything(1, workers=True) before the model is built.",
+                _FOUND_AGAIN,
                 "On a GPU: Trainer(deterministic=True, benchmark=False). On a CPU: a fixed number of threads.",
             ),
         )
