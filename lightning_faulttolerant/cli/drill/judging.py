@@ -55,6 +55,10 @@ _NOT_RESUMED = Cause(
     ),
 )
 
+_APART = (
+    "What the first run has left (an output directory, a file) may be in its way: {run} in the command becomes"
+    " uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
+)
 _CAUGHT = Cause(
     part="caught exception",
     text="It caught the exception and fitted again in the same process. A run goes on where the same command is run"
@@ -66,11 +70,12 @@ _CAUGHT = Cause(
 )
 
 
-def failed(process: DrillProcess, *, is_restart: bool) -> Verdict:
+def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
     """Judge a run of which a process failed by itself.
 
     Args:
         process: The process.
+        run: Name of its run.
         is_restart: Whether it had been struck before, so that the script can't go on rather than not run at all.
     """
     code = process.exit_code
@@ -89,6 +94,13 @@ def failed(process: DrillProcess, *, is_restart: bool) -> Verdict:
                 ),
             ),
         )
+    if run != result.UNINTERRUPTED:
+        cause = Cause(
+            part="second run",
+            text="The same command came to its end before; run once more from the beginning, it does not.",
+            advice=(f"Its output says why: {process.output}", _APART),
+        )
+        return _not_judged(f"The {run} run {how} before anybody had interrupted it.", cause)
     return _not_judged(
         f"The script {how}.",
         Cause(part="script", text="The script fails by itself.", advice=(f"Its output says why: {process.output}",)),
@@ -103,7 +115,7 @@ def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
         ranks: What it did.
     """
     if ran.outcome == running.FAILED:
-        return failed(ran.processes[-1], is_restart=False)
+        return failed(ran.processes[-1], run=ran.name, is_restart=False)
     verdict = _of_outcome(ran)
     if verdict is not None:
         return verdict
@@ -193,7 +205,7 @@ def of_interrupted(
         num_wanted: How many strikes were asked for.
     """
     if ran.outcome == running.FAILED:
-        return failed(ran.processes[-1], is_restart=ran.is_restarted)
+        return failed(ran.processes[-1], run=ran.name, is_restart=ran.is_restarted)
     if ran.outcome == running.BEGAN_ANEW:
         return Verdict(word=result.DIFFERS, text="A restart did not resume.", cause=_NOT_RESUMED)
     verdict = _of_outcome(ran)

@@ -162,6 +162,21 @@ def test_a_rank_that_was_struck_at_its_end_is_compared_as_far_as_it_came() -> No
         assert (verdict.word, found) == (result.EXACT if number is None else result.DIFFERS, number)
 
 
+def test_a_script_that_fails_only_the_second_time_is_not_one_that_fails_by_itself() -> None:
+    """What the first run has left is in the way of the second: said with how to keep the two apart."""
+    parts = []
+    for name in (result.UNINTERRUPTED, result.REPEATED):
+        process = cast("list[DrillProcess]", [MadeProcess([], exit_code=1)])
+        verdict = judging.of_uninterrupted(Ran(name=name, outcome=running.FAILED, processes=process), [])
+        assert verdict is not None
+        assert verdict.cause is not None
+        parts.append(verdict.cause.part)
+    verdict = judge([MadeProcess([], exit_code=1)], outcome=running.FAILED)
+    assert verdict.cause is not None
+    assert [*parts, verdict.cause.part] == ["script", "second run", "second run"]
+    assert "{run}" in verdict.cause.advice[1]
+
+
 def test_several_trainings_that_write_one_ledger_are_not_compared() -> None:
     """Where a second process begins the same fit, the first one's batches would not be compared at all."""
     lines = [begun(), *fit_lines(), begun(pid=2), *fit_lines()]
