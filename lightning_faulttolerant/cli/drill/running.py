@@ -292,7 +292,8 @@ class Runner:
         place = process.last_saved
         saved = None if place is None else self._numbers.at(place) if known else process.num_before(place)
         saved_before = self._status.saved or 0
-        done = self._done(process) if process.has_begun else saved_before
+        # A fit has begun before it is known where it goes on.
+        done = self._done(process) if process.resumed or process.num_batches else saved_before
         self._status = replace(
             self._status,
             done=done if known else process.num_batches,
