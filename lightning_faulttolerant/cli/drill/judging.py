@@ -59,6 +59,11 @@ _APART = (
     "What the first run has left (an output directory, a file) may be in its way: {run} in the command becomes"
     " uninterrupted or interrupted, and can keep their outputs apart: --output out/{run}."
 )
+_NO_AUTOSAVE = Cause(
+    part="no autosaves",
+    text="No autosave was written at all, so that there was nothing to go on from.",
+    advice=("PL_FAULT_TOLERANT_TRAINING=0, in the environment or set by the script, switches them off: unset it.",),
+)
 _CAUGHT = Cause(
     part="caught exception",
     text="It caught the exception and fitted again in the same process. A run goes on where the same command is run"
@@ -217,7 +222,11 @@ def of_interrupted(
     same = f"{_what_is_same(expected)} are bit for bit those of the uninterrupted run"
     if len(strikes) < num_wanted:
         come = f"{len(strikes)} of {plural(num_wanted, 'strike')} came" if strikes else "no strike came"
-        return _not_judged(f"Too few strikes: {come}. As far as that goes, {same}.", _too_few(settings))
+        has_saved = any(run.autosaves for run in (*expected, *found))
+        cause = _too_few(settings)
+        if not has_saved:
+            cause = replace(_NO_AUTOSAVE, advice=(*_NO_AUTOSAVE.advice, *cause.advice))
+        return _not_judged(f"Too few strikes: {come}. As far as that goes, {same}.", cause)
     notes = []
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:

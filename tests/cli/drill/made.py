@@ -40,6 +40,11 @@ def resumed(epoch: int, batch: int, *, fit: int = 1, text: str | None = None, **
     return line(ledger.RESUMED, fit=fit, epoch=epoch, batch=batch, text=words, exact=True, path="a.ckpt", **values)
 
 
+def autosave_line(epoch: int, batch: int) -> Line:
+    """The line of an autosave."""
+    return line(ledger.AUTOSAVE, epoch=epoch, batch=batch, path="a.ckpt")
+
+
 def batch_line(epoch: int, batch: int, *, fit: int = 1, **values: Any) -> Line:
     """The line of a batch."""
     name = f"{fit}-{epoch}-{batch}"

@@ -16,10 +16,9 @@ from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import stretches_of
-from lightning_faulttolerant.records import ledger
 from lightning_faulttolerant.records.lines import Line, append_line
 from tests.cli.drill.drills import ToldProgress, drill, make, words
-from tests.cli.drill.made import batch_line, begun, fit_lines, line, resumed
+from tests.cli.drill.made import autosave_line, batch_line, begun, fit_lines, line, resumed
 
 NUM_BATCHES = 16
 
@@ -310,9 +309,8 @@ def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_
     settings = DrillSettings(command=words(tmp_path), directory=tmp_path, token="t")
     runner = running.Runner(settings, ToldProgress(tmp_path))
     ran = runner._begin("interrupted", BatchNumbers(join(0, [[begun(), *fit_lines()]]).batches), None)
-    saved = line(ledger.AUTOSAVE, epoch=0, batch=2)
     shown = []
-    for number, lines in enumerate([[begun(), *fit_lines()[:6], saved], [begun(pid=2)], [resumed(0, 2)]]):
+    for number, lines in enumerate([[begun(), *fit_lines()[:6], autosave_line(0, 2)], [begun(pid=2)], [resumed(0, 2)]]):
         process = DrillProcess(settings, ran.name, number)
         for each in lines:
             append_line(process.ledger, each)

@@ -14,7 +14,7 @@ from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line
-from tests.cli.drill.made import at, begun, changed, fit_lines, resumed, since
+from tests.cli.drill.made import at, autosave_line, begun, changed, fit_lines, resumed, since
 
 OTHER = (0.3).hex()
 
@@ -234,3 +234,11 @@ def test_too_few_strikes_prove_too_little() -> None:
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], num_wanted=3)
     assert (verdict.word, verdict.exit_code) == (result.NOT_JUDGED, 2)
     assert "1 of 3 strikes" in verdict.text
+
+
+@pytest.mark.parametrize(("first", "part"), [([], "no autosaves"), ([autosave_line(0, 2)], "too few autosaves")])
+def test_a_run_without_any_autosave_is_told_what_switches_them_off(first: list[Line], part: str) -> None:
+    """More frequent saves are no help where there are none."""
+    verdict = judge([MadeProcess([*FIRST, *first]), MadeProcess(second(), exit_code=0)], num_wanted=3)
+    assert verdict.cause is not None
+    assert verdict.cause.part == part
