@@ -88,8 +88,8 @@ def first_mismatch(
     mismatches = []
     for rank in sorted({*expected_by_rank, *found_by_rank}):
         one, other = (by_rank.get(rank, RankOfRun(rank=rank)) for by_rank in (expected_by_rank, found_by_rank))
-        events = _without(one.events, ignored)
-        others = _without(other.events, ignored)
+        events = without(one.events, ignored)
+        others = without(other.events, ignored)
         mismatch = _first_of_rank(rank, events[: len(others)] if may_end_early else events, others)
         if mismatch is not None:
             mismatches.append(mismatch)
@@ -106,7 +106,7 @@ class Follower:
     """
 
     def __init__(self, expected: RankOfRun, ignored: Sequence[str] = ()) -> None:
-        self._expected = iter(_without(expected.events, ignored))
+        self._expected = iter(without(expected.events, ignored))
         self._ignored = ignored
         self._run = RankOfRun(rank=0)
         self._is_over = False
@@ -120,7 +120,7 @@ class Follower:
             return
         events = self._run.fits[int(line.get("fit", 1))]
         del events[:-1]  # one is needed to know where the next belongs
-        for event in _without(events, self._ignored):
+        for event in without(events, self._ignored):
             fields = different_fields(next(self._expected, None), event)
             if fields is not None:
                 self._is_over = True
@@ -160,8 +160,13 @@ def different_fields(one: Event | None, other: Event | None) -> tuple[str, ...] 
     return tuple(sorted(names, key=lambda name: _FIELDS.index(name) if name in _FIELDS else len(_FIELDS)))
 
 
-def _without(events: Sequence[Event], ignored: Sequence[str]) -> list[Event]:
-    """Return the events without logged values of these names; an event in which no others are logged goes too."""
+def without(events: Sequence[Event], ignored: Sequence[str]) -> list[Event]:
+    """Return the events without logged values of these names; an event in which no others are logged goes too.
+
+    Args:
+        events: Of a run.
+        ignored: Patterns of the names.
+    """
     if not ignored:
         return list(events)
     return [kept for event in events if (kept := _event_without(event, ignored)) is not None]

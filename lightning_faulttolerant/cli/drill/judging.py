@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_faulttolerant.cli.drill import causes, result, running
 from lightning_faulttolerant.cli.drill.causes import different_surroundings
-from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch
+from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, Resumption
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.result import Cause, Strike, Value, Verdict
@@ -219,7 +219,7 @@ def of_interrupted(
     mismatch, found = _first_of_stages(expected, ran, settings)
     if mismatch is not None:
         return _of_mismatch(mismatch, expected, found, ran, settings)
-    same = f"{_what_is_same(expected)} are bit for bit those of the uninterrupted run"
+    same = f"{_what_is_same(expected, settings.ignored)} are bit for bit those of the uninterrupted run"
     if len(strikes) < num_wanted:
         come = f"{len(strikes)} of {plural(num_wanted, 'strike')} came" if strikes else "no strike came"
         has_saved = any(run.autosaves for run in (*expected, *found))
@@ -227,7 +227,7 @@ def of_interrupted(
         if not has_saved:
             cause = replace(_NO_AUTOSAVE, advice=(*_NO_AUTOSAVE.advice, *cause.advice))
         return _not_judged(f"Too few strikes: {come}. As far as that goes, {same}.", cause)
-    notes = []
+    notes = [f"Not compared, as --ignore says: {', '.join(settings.ignored)}."] if settings.ignored else []
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:
         told = ", ".join(f"{value.name} {value.expected} and {value.found}" for value in others)
@@ -337,8 +337,8 @@ def _too_few(settings: DrillSettings) -> Cause:
     )
 
 
-def _what_is_same(ranks: Sequence[RankOfRun]) -> str:
-    events = ranks[0].events
+def _what_is_same(ranks: Sequence[RankOfRun], ignored: Sequence[str]) -> str:
+    events = without(ranks[0].events, ignored)
     numbers = {kind: sum(event.kind == kind for event in events) for kind in (ledger.BATCH, ledger.VALIDATED)}
     num_values = sum(len(event.values.get("metrics") or {}) for event in events if event.kind == ledger.LOG)
     parts = [plural(numbers[ledger.BATCH], "batch")]

@@ -82,6 +82,9 @@ def test_equal_runs_are_exact() -> None:
     verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)])
     assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
     assert "8 batches, 2 validation runs, 12 logged values and the final weights" in verdict.text
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], ignored=("l*",))
+    assert "2 validation runs, 2 logged values and the final weights" in verdict.text
+    assert verdict.notes == ("Not compared, as --ignore says: l*.",)
 
 
 def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
