@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -152,6 +153,14 @@ class Drill:
                     directory = next((parent for parent in Path(path).parents if of_run.match(parent.name)), None)
                     if directory is not None:
                         shutil.rmtree(directory, ignore_errors=True)
+                        _remove_if_ours(directory.parent)
+
+
+def _remove_if_ours(directory: Path) -> None:
+    """Remove the directory that is made where a script names none for its autosaves, if no run is left in it."""
+    if directory.name == "fault_tolerance":
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def _autosave_paths(ranks: Iterable[Iterable[Mapping[str, object]]]) -> set[str]:

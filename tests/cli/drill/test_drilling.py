@@ -255,6 +255,17 @@ def test_what_interrupts_a_drill_leaves_nothing_running(tmp_path: Path) -> None:
     assert autosaves(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_directory_for_autosaves_that_the_drill_has_caused_goes_with_them(tmp_path: Path, is_used: bool) -> None:
+    """Where a script names none, a drill leaves no empty one behind, and nothing of other runs is touched."""
+    directory = tmp_path / "fault_tolerance"
+    if is_used:
+        (directory / "mine").mkdir(parents=True)
+    drill(tmp_path, command=(*words(tmp_path)[:-1], str(directory), "--epochs=1"), num_strikes=1)
+    assert directory.exists() == is_used
+    assert not is_used or os.listdir(directory) == ["mine"]
+
+
 def test_what_interrupts_the_start_of_the_script_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
