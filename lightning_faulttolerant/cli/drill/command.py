@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -131,7 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
         print_result(found, sys.stdout, is_kept=is_kept)
         sys.stdout.flush()  # it is told whatever becomes of the page
         if arguments.html is not None:
-            Path(arguments.html).write_text(page(found), encoding="utf-8")
+            told = found if is_kept else replace(found, directory="")  # it names no directory that is not there
+            Path(arguments.html).write_text(page(told), encoding="utf-8")
     except (KeyboardInterrupt, SystemExit):
         print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
         is_kept = arguments.output is not None

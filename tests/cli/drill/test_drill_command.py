@@ -42,6 +42,21 @@ def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "uninterrupted" / "process-0.jsonl").exists()
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_page_names_the_directory_of_the_ledgers_if_it_stays(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    """Where all is exact the directory is removed, unless somebody has asked for it."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    page = tmp_path / "page.html"
+    options = ["--kills=1", "--seed=1", f"--html={page}", *([f"--output={tmp_path / 'kept'}"] if is_kept else [])]
+    found = call(capsys, "drill", *options, "--", *words(tmp_path, "--seconds=0.03"))
+    assert found.status == 0
+    assert os.listdir(tmp_path / "temporary") == []
+    assert ("ledgers and output" in page.read_text()) == is_kept
+
+
 def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path, capsys: Capture) -> None:
     """Where the script fails by itself, its own words say most: on the terminal, and on the page."""
     page = tmp_path / "page.html"
