@@ -107,7 +107,7 @@ def _wrapped(text: str, *, indent: str = "", first: str | None = None) -> list[s
 
 
 def _styled(text: str, style: str, stream: TextIO) -> str:
-    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     return text if plain else f"\x1b[{style}m{text}\x1b[0m"
 
 

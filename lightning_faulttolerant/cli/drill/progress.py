@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -188,12 +189,14 @@ class RichProgress:
 
 @contextlib.contextmanager
 def progress_on(stream: TextIO) -> Iterator[Progress]:
-    """Give what shows progress there: live if it is a terminal and rich is installed.
+    """Give what shows progress there: live if it is a terminal on which lines can move and rich is installed.
 
     Args:
         stream: Such as ``sys.stderr``.
     """
-    if stream.isatty() and find_spec("rich") is not None:
+    # On such a terminal rich would show nothing until a run has ended.
+    can_move = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    if can_move and stream.isatty() and find_spec("rich") is not None:
         with RichProgress(stream) as live:
             yield live
     else:

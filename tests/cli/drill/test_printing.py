@@ -101,7 +101,10 @@ def test_plain_progress_says_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch
 def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal with rich all that is known stands in two lines of less than 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_on(Terminal()) as progress:
+        assert isinstance(progress, RichProgress)
+    monkeypatch.setenv("TERM", "dumb")  # without the codes that move lines and color them
     status = Status(
         run="uninterrupted",
         done=123_456,
@@ -112,8 +115,7 @@ def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         batches_per_second=123.4,
     )
     stream = Terminal()
-    with progress_on(stream) as progress:
-        assert isinstance(progress, RichProgress)
+    with RichProgress(stream) as progress:
         progress._console.print(progress._lines(status))
     lines = stream.getvalue().splitlines()
     assert any("batch 123,456 of 1,234,567" in line for line in lines)
@@ -121,12 +123,17 @@ def test_live_progress_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) < 80
 
 
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["a pipe", "without rich"])
-def test_progress_is_plain_without_a_terminal_or_without_rich(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+@pytest.mark.parametrize(
+    ("stream", "terminal"),
+    [(io.StringIO(), "xterm"), (Terminal(), ""), (Terminal(), "dumb"), (Terminal(), "unknown")],
+    ids=["a pipe", "without rich", "a dumb terminal", "an unknown terminal"],
+)
+def test_progress_is_plain_where_no_lines_can_move(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, terminal: str
 ) -> None:
-    """Where rich is not installed, or nobody looks, lines are written."""
-    if stream.isatty():
+    """Where rich is not installed, nobody looks, or the terminal can't move lines, lines are written."""
+    monkeypatch.setenv("TERM", terminal)
+    if not terminal:
         monkeypatch.setattr("lightning_faulttolerant.cli.drill.progress.find_spec", lambda _: None)
     with progress_on(stream) as progress:
         assert isinstance(progress, PlainProgress)
