@@ -138,6 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
         print("\nInterrupted: all that the drill had started is ended.", file=sys.stderr)
         is_kept = arguments.output is not None
         raise
+    except OSError:  # of a command that could not be started nothing is there to look at
+        is_kept = arguments.output is not None or next(directory.rglob("*.jsonl"), None) is not None
+        raise
     finally:
         if not is_kept:
             shutil.rmtree(directory, ignore_errors=True)
@@ -161,8 +164,10 @@ def _words(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _problem(arguments: argparse.Namespace, words: Sequence[str]) -> str | None:
     """Return what is wrong with the arguments, before any hour is spent."""
     if shutil.which(words[0]) is None:
-        is_script = words[0].endswith(".py") and os.path.isfile(words[0])
-        return f"{words[0]}: no such command{f'; python {words[0]} may be meant' if is_script else ''}"
+        if not os.path.isfile(words[0]):
+            return f"{words[0]}: no such command"
+        may_be = f"python {words[0]} may be meant" if words[0].endswith(".py") else f"chmod +x {words[0]} makes it one"
+        return f"{words[0]}: a file, but no command; {may_be}"
     if arguments.output is not None and os.path.isdir(arguments.output) and os.listdir(arguments.output):
         return f"{arguments.output} is not empty: ledgers of another drill would be mixed with this one's"
     if arguments.html is not None and not os.path.isdir(os.path.dirname(os.path.abspath(arguments.html))):

@@ -105,7 +105,8 @@ def end_three_times() -> None:
     ("arguments", "message"),
     [
         (["--", "no-such-command"], "no such command"),
-        (["--", "file.py", "--kills"], "python file.py may be meant"),
+        (["--", "./file.py", "--kills"], "python ./file.py may be meant"),
+        (["--", "./file.sh"], "chmod +x ./file.sh makes it one"),
         (["--output", ".", "--", "python"], "is not empty"),
         (["--html", "nowhere/page.html", "--", "python"], "no such directory"),
         (["--html", ".", "--", "python"], "is a directory"),
@@ -116,6 +117,7 @@ def test_what_would_fail_in_the_end_is_refused_at_once(
 ) -> None:
     """A wrong path or command is told before anything is run."""
     (tmp_path / "file.py").touch()
+    (tmp_path / "file.sh").touch()
     monkeypatch.chdir(tmp_path)
     found = call(capsys, "drill", *arguments)
     assert (found.status, found.out) == (2, "")
@@ -130,6 +132,19 @@ def test_wrong_arguments_of_a_drill_give_the_usage(capsys: Capture, arguments: l
     found = call(capsys, "drill", *arguments)
     assert (found.status, found.out) == (2, "")
     assert "usage: " in found.err
+
+
+def test_a_command_that_can_not_be_started_leaves_no_directory(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without an interpreter is told, and there are no ledgers of it to keep."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "script"
+    script.write_text("no interpreter")
+    script.chmod(0o755)
+    found = call(capsys, "drill", "--", str(script))
+    assert (found.status, os.listdir(tmp_path)) == (2, ["script"])
+    assert "Exec format error" in found.err
 
 
 @pytest.mark.parametrize("before", [[], ["--"], ["--kills", "1"], ["--kills", "1", "--"]])
