@@ -89,8 +89,17 @@ def picture(result: DrillResult) -> Markup | None:
         scale=scale,
         readouts=_readouts(result, area) if has_losses else (),
     )
-    caption = ("loss, logarithmic" if area.y.is_log else "loss") if has_losses else "the steps gave no losses"
+    caption = _caption(max(runs, key=lambda run: len(run.curve)), is_log=area.y.is_log)
     return plot.figure(drawn, legend=_legend(result, has_losses=has_losses), caption=caption)
+
+
+def _caption(run: RunOfDrill, *, is_log: bool) -> str:
+    losses = [point.loss for point in run.curve if point.loss is not None]
+    if not losses:
+        return "the steps gave no losses"
+    num_not_finite = sum(not math.isfinite(loss) for loss in losses)
+    gap = f"; not finite, and not drawn, at {plural(num_not_finite, 'batch')}" if num_not_finite else ""
+    return f"{'loss, logarithmic' if is_log and num_not_finite < len(losses) else 'loss'}{gap}"
 
 
 def _name(result: DrillResult, num_batches: int) -> str:

@@ -134,6 +134,20 @@ def test_a_loss_that_is_missing_leaves_a_gap():
     assert path.count("M") == 3
 
 
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([1.0] * 140 + [math.nan, math.inf] * 5, "loss; not finite, and not drawn, at 10 batches"),
+        ([math.nan] * 150, "loss; not finite, and not drawn, at 150 batches"),
+        ([None] * 150, "the steps gave no losses"),
+    ],
+    ids=["some", "all", "none"],
+)
+def test_losses_that_are_not_finite_are_told(losses, told):
+    """A training that has diverged is not taken for one that stopped, or that gave no losses."""
+    assert told in Parsed(page(_with_losses(losses))).text
+
+
 def test_a_long_drill_makes_a_small_page_that_keeps_its_spike():
     """A hundred thousand batches and sixty strikes take less than 150 kB, and one bad batch of them is seen."""
     drill = exact_drill(100_000, num_strikes=60)
