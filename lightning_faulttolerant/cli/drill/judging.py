@@ -66,8 +66,8 @@ _NO_AUTOSAVE = Cause(
 )
 _CAUGHT = Cause(
     part="caught exception",
-    text="It caught the exception and fitted again in the same process. A run goes on where the same command is run"
-    " again: another fit of the same process is one behind the first, and begins from the beginning.",
+    text="It caught the exception and trained on in the same process: what it left out, or began again from the"
+    " beginning, is not what the uninterrupted run did. A run goes on where the same command is run again.",
     advice=(
         "Let the exception end the script, and the same command be run again: that is what the drill does.",
         "--signal KILL leaves the script nothing to catch.",
@@ -255,7 +255,7 @@ def _of_mismatch(
     mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
 ) -> Verdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
-    if is_older and _was_caught(mismatch, ran):
+    if is_older and _was_caught(mismatch, expected, ran):
         return _not_judged("The script trained on behind the exception that the drill had raised.", _CAUGHT)
     if is_older:
         verdict = _not_deterministic(mismatch, expected, found)
@@ -286,11 +286,13 @@ def _of_mismatch(
     )
 
 
-def _was_caught(mismatch: Mismatch, ran: Ran) -> bool:
-    """Return whether the exception that was asked for has ended the fit, and another has begun in its process."""
-    one, other, faults = mismatch.expected, mismatch.found, ran.processes[0].faults
-    # A fit that comes to its end says so before the next one begins.
-    return one is not None and other is not None and other.fit > one.fit and bool(faults) and faults[0].fit == one.fit
+def _was_caught(mismatch: Mismatch, expected: Sequence[RankOfRun], ran: Ran) -> bool:
+    """Return whether it is of a process that trained on where an exception was to end it."""
+    faults = ran.processes[0].faults
+    if not faults:
+        return False
+    place = (faults[0].fit, faults[0].epoch, faults[0].batch)
+    return mismatch.number >= sum(event.place <= place for event in expected[0].batches)
 
 
 def _not_deterministic(mismatch: Mismatch, expected: Sequence[RankOfRun], found: Sequence[RankOfRun]) -> Verdict:

@@ -134,15 +134,19 @@ def test_a_run_that_ends_early_though_nobody_has_struck_is_not_judged() -> None:
 
 def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
     """A script that fits again in a process that was struck is deterministic, and nothing was proved of a restart."""
-    lines = [begun(), *fit_lines()[:6], begun(fit=2), *fit_lines(fit=2)]
-    processes = [MadeProcess(lines, exit_code=0, fault="1:0:3:start")]
-    verdict = judge(processes, outcome=running.DIFFERENT, kind="exception")
-    assert verdict.word == result.NOT_JUDGED
-    assert verdict.cause is not None
-    assert verdict.cause.part == "caught exception"
-    verdict = judge([MadeProcess(lines, exit_code=0)], outcome=running.DIFFERENT)
-    assert verdict.cause is not None
-    assert verdict.cause.part == "course of the run"
+    again = [begun(), *fit_lines()[:6], begun(fit=2), *fit_lines(fit=2)]
+    skipped = [begun(), *changed(fit_lines(), since(1, 0, loss=OTHER))]
+    for lines, fault, cause in (
+        (again, "1:0:3:start", "caught exception"),
+        (skipped, "1:0:3:step", "caught exception"),
+        (skipped, "1:1:2:step", "kernels"),  # it differs before that
+        (again, "", "course of the run"),
+    ):
+        processes = [MadeProcess(lines, exit_code=0, fault=fault)]
+        verdict = judge(processes, outcome=running.DIFFERENT, kind="exception")
+        assert verdict.word == result.NOT_JUDGED
+        assert verdict.cause is not None
+        assert verdict.cause.part == cause
 
 
 def test_a_rank_too_many_is_no_equal_run() -> None:
