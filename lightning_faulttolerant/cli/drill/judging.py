@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,6 +64,10 @@ _NO_AUTOSAVE = Cause(
     part="no autosaves",
     text="No autosave was written at all, so that there was nothing to go on from.",
     advice=("PL_FAULT_TOLERANT_TRAINING=0, in the environment or set by the script, switches them off: unset it.",),
+)
+_NOT_HANDED_ON = (
+    "SIGTERM ended the command at once, and the training in it was killed unsaved: a shell keeps the signal for itself."
+    " `exec python train.py` as the last line of its script lets the training have it, here and on your machines."
 )
 _CAUGHT = Cause(
     part="caught exception",
@@ -232,6 +237,8 @@ def of_interrupted(
     if others:
         told = ", ".join(f"{value.name} {value.expected} and {value.found}" for value in others)
         notes.append(f"Equal all the same: the processes did not compute in the same surroundings ({told}).")
+    if any(strike.exit_code == -signal.SIGTERM for strike in strikes):
+        notes.append(_NOT_HANDED_ON)
     if _inexact(found, len(ran.processes)):
         notes.append("Equal all the same: a restart said that it could not restore everything exactly.")
     times = "once" if len(strikes) == 1 else f"{len(strikes)} times"

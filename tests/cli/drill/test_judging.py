@@ -34,7 +34,7 @@ class MadeProcess:
         return dict(enumerate(self._ranks))
 
 
-def strike(resumed_at: int) -> Strike:
+def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
     """A strike that counts."""
     return Strike(
         number=1,
@@ -48,7 +48,7 @@ def strike(resumed_at: int) -> Strike:
         num_twice=1,
         seconds_in_process=1.0,
         seconds_to_first_batch=1.0,
-        exit_code=-9,
+        exit_code=exit_code,
     )
 
 
@@ -58,12 +58,17 @@ def whole() -> list[RankOfRun]:
 
 
 def judge(
-    processes: Sequence[MadeProcess], *, outcome: str = running.ENDED, num_wanted: int = 1, **settings: Any
+    processes: Sequence[MadeProcess],
+    *,
+    outcome: str = running.ENDED,
+    num_wanted: int = 1,
+    exit_code: int = -9,
+    **settings: Any,
 ) -> Verdict:
     """Judge an interrupted run of these processes."""
     ran = Ran(name="interrupted", outcome=outcome, processes=cast("list[DrillProcess]", list(processes)))
     made = DrillSettings(command=("train",), directory=Path(), token="t", **settings)
-    return judging.of_interrupted(whole(), ran, [strike(2)], made, num_wanted=num_wanted)
+    return judging.of_interrupted(whole(), ran, [strike(2, exit_code=exit_code)], made, num_wanted=num_wanted)
 
 
 def second(*changes: Any, **surroundings: Any) -> list[Line]:
@@ -147,6 +152,13 @@ def test_an_exception_that_the_script_catches_is_no_flaw_of_its_own() -> None:
         assert verdict.word == result.NOT_JUDGED
         assert verdict.cause is not None
         assert verdict.cause.part == cause
+
+
+@pytest.mark.parametrize(("exit_code", "num_notes"), [(143, 0), (1, 0), (-15, 1)])
+def test_a_command_that_keeps_a_sigterm_for_itself_is_told(exit_code: int, num_notes: int) -> None:
+    """Where a shell dies of it the training was killed, not asked to end: exact, but not what was to be proved."""
+    verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], exit_code=exit_code, kind="TERM")
+    assert (verdict.word, len(verdict.notes)) == (result.EXACT, num_notes)
 
 
 def test_a_rank_too_many_is_no_equal_run() -> None:
