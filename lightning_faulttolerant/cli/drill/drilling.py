@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,8 @@ from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
 from lightning_faulttolerant.records import ledger
 
 _NUM_LAST_WORDS = 20
+_DEFAULT_FOLDER = "fault_tolerance"
+"""Where autosaves are kept for whom no other place was named."""
 
 
 @final
@@ -144,23 +145,19 @@ class Drill:
         )
 
     def _remove_autosaves(self) -> None:
-        """Remove what runs that did not come to their end have left where the script keeps its autosaves."""
-        for ran in self._runner.ran:
-            # Behind it may stand a run id of the script's own.
-            of_run = re.compile(rf"{re.escape(self._settings.run_id(ran.name))}(-|$)")
-            for process in ran.processes:
-                for path in _autosave_paths(process.lines().values()):
-                    directory = next((parent for parent in Path(path).parents if of_run.match(parent.name)), None)
-                    if directory is not None:
-                        shutil.rmtree(directory, ignore_errors=True)
-                        _remove_if_ours(directory.parent)
-
-
-def _remove_if_ours(directory: Path) -> None:
-    """Remove the directory that is made where a script names none for its autosaves, if no run is left in it."""
-    if directory.name == "fault_tolerance":
-        with contextlib.suppress(OSError):
-            directory.rmdir()
+        """Remove what its runs have left where the script keeps its autosaves."""
+        begin = self._settings.run_id("")
+        processes = [process for ran in self._runner.ran for process in ran.processes]
+        paths = {path for process in processes for path in _autosave_paths(process.lines().values())}
+        own = (parent for path in paths for parent in Path(path).parents if parent.name.startswith(begin))
+        # A process that failed before its first autosave has told none, and may have left its lock and history.
+        for directory in {Path(_DEFAULT_FOLDER).absolute(), *(each.parent for each in own)}:
+            left = list(directory.glob(f"{begin}*"))
+            for each in left:
+                shutil.rmtree(each, ignore_errors=True)
+            if left and directory.name == _DEFAULT_FOLDER:
+                with contextlib.suppress(OSError):  # runs of the user's are in it
+                    directory.rmdir()
 
 
 def _autosave_paths(ranks: Iterable[Iterable[Mapping[str, object]]]) -> set[str]:

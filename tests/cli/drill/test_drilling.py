@@ -266,6 +266,15 @@ def test_a_directory_for_autosaves_that_the_drill_has_caused_goes_with_them(tmp_
     assert not is_used or os.listdir(directory) == ["mine"]
 
 
+def test_a_run_that_failed_before_its_first_autosave_leaves_nothing(tmp_path: Path) -> None:
+    """What it has made where the other run kept its autosaves goes with theirs, and nothing else there."""
+    for name in ("drill-t-interrupted-mine", "drill-other-interrupted"):
+        (tmp_path / "autosaves" / name).mkdir(parents=True)
+    found = drill(tmp_path, "--fails=again", token="t")
+    assert found.verdict.word == result.DIFFERS
+    assert autosaves(tmp_path) == ["drill-other-interrupted"]
+
+
 def test_what_interrupts_the_start_of_the_script_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
