@@ -285,9 +285,9 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
     if mismatch.kind == ledger.BATCH and mismatch.number == 0 and {"rng", "order"} & set(mismatch.fields):
         return Cause(
             part="no seed",
-            text="The runs begin with different random numbers: nothing seeds the generators, or by another number each"
-            " time.",
-            advice=("Call seed_everything(1, workers=True) before model and data are built.",),
+            text="The runs begin with different random numbers: nothing seeds the generators, or another number each"
+            " time, or one run has drawn from them where the other found its work done.",
+            advice=("Call seed_everything(1, workers=True) before model and data are built.", _FOUND_AGAIN),
         )
     if mismatch.kind == ledger.BATCH and first in ("order", "content"):
         return Cause(

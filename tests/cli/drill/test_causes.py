@@ -154,6 +154,7 @@ NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
     "content": (causes.AUGMENTATION, "default_rng", [since(0, 0, content="x", loss=OTHER)]),
     "initial weights": (causes.WEIGHTS, "seed_everything", [since(0, 0, loss=OTHER)]),
     "weights that the first run has left": (causes.WEIGHTS, "{run}", [since(0, 0, loss=OTHER)]),
+    "a cache that the first run drew": ("no seed", "{run}", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
     "a cache that the first run has left": (causes.AUGMENTATION, "{run}", [since(0, 0, content="x")]),
     "kernels": ("kernels", "deterministic=True", [since(0, 2, loss=OTHER)]),
     "a clock that is logged": (
