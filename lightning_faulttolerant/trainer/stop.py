@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -184,7 +185,10 @@ class StopSignals:
         self.note(signal_reason(signum, requeues=signum == self._requeue_signal))
         original = self._previous.get(signum, (None, None))[1]
         if callable(original) and original is not signal.default_int_handler:
-            original(signum, frame)
+            try:
+                original(signum, frame)
+            except BaseException as error:  # noqa: BLE001 - sys.exit, as a rule: it would end the run unsaved
+                _tell_held_back(error, signum)
 
     def look(self) -> None:
         """Step in if it is time; for the thread that looks on."""
@@ -213,3 +217,10 @@ class StopSignals:
         period = self._end_at - self._requested_at
         needed = max(_RESERVED_SHARE * period, _SAVE_FACTOR * self.save_seconds())
         return _GRACE if now - since > period - min(needed, _MAX_RESERVED_SHARE * period) else None
+
+
+def _tell_held_back(error: BaseException, signum: int) -> None:
+    name = signal.Signals(signum).name
+    text = f"the script's own handler of {name} has raised {error!r}. The run is saved all the same, and ends as for"
+    with contextlib.suppress(OSError):  # not by a logger: it may be at work, where the signal came
+        os.write(2, f"\nFaultTolerance: {text} any {name}.\n".encode())

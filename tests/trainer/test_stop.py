@@ -180,6 +180,21 @@ def test_handler_that_was_there_is_called_too() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("x")])
+def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
+    """A script whose own handler calls sys.exit is saved too, and is told what became of that."""
+
+    def own(*_: object) -> None:
+        raise error
+
+    stop = StopSignals(BOTH, grace_seconds=60.0)
+    stop.install({signal.SIGTERM: own})
+    send(signal.SIGTERM)
+    stop.uninstall()
+    assert stop.requested == signal_reason(signal.SIGTERM)
+    assert f"own handler of SIGTERM has raised {error!r}" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("original", [signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None])
 def test_handlers_that_would_end_the_process_are_not_called(original: Any) -> None:
     """Python's own handler of Ctrl-C raises, and the default one ends: neither is what stopping means here."""
