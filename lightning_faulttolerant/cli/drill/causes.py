@@ -297,7 +297,7 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
                 "Seed every generator that the data come from: seed_everything(1, workers=True) seeds those of Python,"
                 " NumPy and torch, in the workers too, but no np.random.default_rng() and no library with its own.",
                 "Take nothing from the clock, from os.listdir, glob or a set without sorting it (sets of texts change"
-                " with PYTHONHASHSEED).",
+                " with PYTHONHASHSEED). DataLoader(in_order=False) gives the batches as they come.",
                 _FOUND_AGAIN,
             ),
         )

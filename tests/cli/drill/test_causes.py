@@ -152,6 +152,7 @@ NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
     "no seed": ("no seed", "seed_everything", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
     "order": (causes.DATA_ORDER, "os.listdir", [since(0, 1, order="x", content="x")]),
     "content": (causes.AUGMENTATION, "default_rng", [since(0, 0, content="x", loss=OTHER)]),
+    "batches as they come": (causes.AUGMENTATION, "in_order=False", [since(0, 0, content="x", loss=OTHER)]),
     "initial weights": (causes.WEIGHTS, "seed_everything", [since(0, 0, loss=OTHER)]),
     "weights that the first run has left": (causes.WEIGHTS, "{run}", [since(0, 0, loss=OTHER)]),
     "a cache that the first run drew": ("no seed", "{run}", [since(0, 0, rng="x", order="x", content="x", loss=OTHER)]),
