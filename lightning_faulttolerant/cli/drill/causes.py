@@ -36,8 +36,8 @@ _ORDER = Cause(
     part=DATA_ORDER,
     text="The batch was made of other samples.",
     advice=(
-        "A generator that a sampler draws from must be the global one, or an attribute of the sampler or the data set:"
-        " one in a module-level global is not restored.",
+        "A generator that a sampler draws from must be torch's, NumPy's or Python's own, or an attribute of the sampler"
+        " or the data set: one in a variable of a module (RNG = np.random.default_rng()) is not restored.",
         f"What the order depends on in a plain attribute (an epoch counter, a curriculum): {_SAVE}.",
         "A list of files: sort it. os.listdir, glob and sets may give another order in each process.",
     ),
@@ -49,8 +49,8 @@ _AUGMENTATION = Cause(
     advice=(
         "A counter or a schedule in a plain attribute of a data set or a transform begins anew in each process: make"
         " it a function of the sample's index and of the epoch.",
-        "A generator that an augmentation draws from must be a global one, or an attribute of the data set or the"
-        " transform: one in a module-level global is not restored.",
+        "A generator that an augmentation draws from must be torch's, NumPy's or Python's own, or an attribute of the"
+        " data set or the transform: one in a variable of a module (RNG = np.random.default_rng()) is not restored.",
         'FaultTolerance(worker_rng="per_sample") seeds each sample by itself, so that only what the data set counts'
         " or caches can still differ.",
     ),
