@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, cast
 
@@ -82,8 +83,14 @@ class _Merge:
         if not names:
             raise FileNotFoundError(f"There is no {INDEX_BASENAME} below {self._places[-1]}, so nothing to merge.")
         executor = ThreadPoolExecutor(min(_NUM_THREADS, len(names)))
+        seconds = self._timeout_seconds * len(names)
         try:
-            texts = list(executor.map(self._read, names, timeout=self._timeout_seconds * len(names)))
+            texts = list(executor.map(self._read, names, timeout=seconds))
+        except futures.TimeoutError as error:  # before Python 3.11 not the built-in one
+            raise TimeoutError(
+                f"Not all indexes below {self._places[-1]} ({len(names)}) were read within {seconds:g} s. Run it"
+                " again, or give a longer download_timeout."
+            ) from error
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
         shards = [shard for name, text in zip(names, texts, strict=True) for shard in self._shards(name, text)]

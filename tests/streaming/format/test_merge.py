@@ -103,6 +103,6 @@ def test_an_index_that_is_not_read_in_time_is_an_error(tmp_path: Path, monkeypat
     part(tmp_path / "a", 0)
     answer = threading.Event()
     monkeypatch.setattr(LocalPlace, "read", lambda self, name: answer.wait(20) and b"")
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"Not all indexes below .* were read within 0.01 s"):
         merge_index(str(tmp_path), download_timeout=0.01)
     answer.set()
