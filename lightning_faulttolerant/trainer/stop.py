@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
@@ -94,6 +93,8 @@ class StopSignals:
         self._installed = threading.Event()
         self._must_raise: str | None = None
         self._has_signal = False
+        self._held_back: tuple[int, BaseException] | None = None
+        """What a handler of the script's has raised, until it is told: not in a handler."""
         self._main_thread = threading.main_thread().ident
         self.requested: StopReason | None = None
         self._requested_at = 0.0
@@ -136,6 +137,19 @@ class StopSignals:
             if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, previous)
         self._previous.clear()
+        self._tell_held_back()
+
+    def _tell_held_back(self) -> None:
+        held_back, self._held_back = self._held_back, None
+        if held_back is not None:
+            signum, error = held_back
+            name = signal.Signals(signum).name
+            _log.warning(
+                "The script's own handler of %s has raised %r. The run is saved all the same, and ends as for any %s.",
+                name,
+                error,
+                name,
+            )
 
     def note(self, reason: StopReason, seconds: float | None = None) -> None:
         """Note that the run is to stop, for the first of several reasons.
@@ -188,10 +202,11 @@ class StopSignals:
             try:
                 original(signum, frame)
             except BaseException as error:  # noqa: BLE001 - sys.exit, as a rule: it would end the run unsaved
-                _tell_held_back(error, signum)
+                self._held_back = signum, error
 
     def look(self) -> None:
         """Step in if it is time; for the thread that looks on."""
+        self._tell_held_back()
         reason = self.requested
         if reason is None:
             return
@@ -217,10 +232,3 @@ class StopSignals:
         period = self._end_at - self._requested_at
         needed = max(_RESERVED_SHARE * period, _SAVE_FACTOR * self.save_seconds())
         return _GRACE if now - since > period - min(needed, _MAX_RESERVED_SHARE * period) else None
-
-
-def _tell_held_back(error: BaseException, signum: int) -> None:
-    name = signal.Signals(signum).name
-    text = f"the script's own handler of {name} has raised {error!r}. The run is saved all the same, and ends as for"
-    with contextlib.suppress(OSError):  # not by a logger: it may be at work, where the signal came
-        os.write(2, f"\nFaultTolerance: {text} any {name}.\n".encode())
