@@ -232,12 +232,15 @@ def remove_abandoned(directory: Path) -> None:
 
     Args:
         directory: Anybody's, who may keep other files there; may be missing.
+
+    Raises:
+        OSError: If the directory can't be read.
     """
-    with contextlib.suppress(OSError):  # a save that has room does not fail for it
-        for temporary, _ in find_leftovers(directory, other_hosts=True):
+    for temporary, _ in find_leftovers(directory, other_hosts=True):
+        with contextlib.suppress(OSError):  # another user's, say: a save does not fail for it
             if temporary.is_file() and is_unchanged_for_long(temporary):
-                _logger.info("Removing %s, which a writer that was killed left behind", temporary)
                 temporary.unlink(missing_ok=True)
+                _logger.info("Removed %s, which a writer that was killed had left behind", temporary)
 
 
 def is_of_this_process(name: str) -> bool:
