@@ -66,8 +66,10 @@ try-browser:
 slow: $(NEWEST)
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
+# Without the parts of the package that know nothing of Lightning: `make test` has tried them beside the same torch.
 oldest: $(OLDEST)
-	.venv-oldest/bin/python -m pytest -n $(JOBS) -m "not slow" -o cache_dir=.pytest_cache/oldest $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest -n $(JOBS) -m "not slow" -o cache_dir=.pytest_cache/oldest \
+		$(addprefix --ignore=tests/,checkpoint records state streaming) $(PYTEST_ARGS)
 
 lint: $(NEWEST)  ## ruff: rules and format
 	$(BIN)/ruff check
