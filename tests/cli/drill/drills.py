@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_faulttolerant.cli.drill.drilling import Drill
-from lightning_faulttolerant.cli.drill.progress import Status
+from lightning_faulttolerant.cli.drill.progress import Progress, Status, progress_on
 from lightning_faulttolerant.cli.drill.result import DrillResult
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 
@@ -39,6 +42,38 @@ class ToldProgress:
     def end(self, status: Status, seconds: float) -> None:
         """Keep how it ended."""
         self.told.append(f"{status.run} {status.done}")
+
+
+class SeenProgress(ToldProgress):
+    """Shows everything, and lets the script go on."""
+
+    def __init__(self, where: Path, shown: Progress) -> None:
+        super().__init__(where)
+        self._shown = shown
+
+    def update(self, status: Status) -> None:
+        """Show it, and say what was seen."""
+        self._shown.update(status)
+        super().update(status)
+
+    def tell(self, text: str) -> None:
+        """Show a line."""
+        self._shown.tell(text)
+
+    def end(self, status: Status, seconds: float) -> None:
+        """Show how it ended."""
+        self._shown.end(status, seconds)
+
+
+def seen_progress_on(where: Path) -> Callable[[TextIO], AbstractContextManager[SeenProgress]]:
+    """What shows progress on a stream, for scripts that keep their autosaves in `where`."""
+
+    @contextlib.contextmanager
+    def seen_on(stream: TextIO) -> Iterator[SeenProgress]:
+        with progress_on(stream) as shown:
+            yield SeenProgress(where, shown)
+
+    return seen_on
 
 
 def words(where: Path, *arguments: str) -> tuple[str, ...]:

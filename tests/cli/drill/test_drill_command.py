@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.cli.drill import command
 from lightning_faulttolerant.cli.drill.command import ended_by_signals
 from lightning_faulttolerant.cli.drill.moments import moments_of
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from tests.cli.checkpoints import call
-from tests.cli.drill.drills import environment, words
+from tests.cli.drill.drills import environment, seen_progress_on, words
 
 Capture = pytest.CaptureFixture[str]
 
@@ -22,14 +23,19 @@ Capture = pytest.CaptureFixture[str]
 def test_a_drill_on_the_command_line(tmp_path: Path) -> None:
     """Its progress goes to one stream and the verdict to the other, the page is written, torch is not loaded."""
     program = (
-        "import sys; from lightning_faulttolerant.cli import main; status = main(sys.argv[1:])\n"
+        "import pathlib, sys\n"
+        "from lightning_faulttolerant.cli import main\n"
+        "from lightning_faulttolerant.cli.drill import command\n"
+        "from tests.cli.drill.drills import seen_progress_on\n"
+        f"command.progress_on = seen_progress_on(pathlib.Path({str(tmp_path)!r}))\n"
+        "status = main(sys.argv[1:])\n"
         "loaded = {'lightning', 'torch', 'numpy', 'rich'} & set(sys.modules)\n"
         "sys.exit(f'loaded: {loaded}' if loaded else status)"
     )
     page = tmp_path / "page.html"
     options = ["--kills=1", "--seed=1", f"--html={page}", f"--output={tmp_path / 'kept'}"]
     done = subprocess.run(
-        [sys.executable, "-c", program, "drill", *options, "--", *words(tmp_path, "--seconds=0.03")],
+        [sys.executable, "-c", program, "drill", *options, "--", *words(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -48,10 +54,11 @@ def test_the_page_names_the_directory_of_the_ledgers_if_it_stays(
 ) -> None:
     """Where all is exact the directory is removed, unless somebody has asked for it."""
     (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(command, "progress_on", seen_progress_on(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     page = tmp_path / "page.html"
     options = ["--kills=1", "--seed=1", f"--html={page}", *([f"--output={tmp_path / 'kept'}"] if is_kept else [])]
-    found = call(capsys, "drill", *options, "--", *words(tmp_path, "--seconds=0.03"))
+    found = call(capsys, "drill", *options, "--", *words(tmp_path))
     assert found.status == 0
     assert os.listdir(tmp_path / "temporary") == []
     assert ("ledgers and output" in page.read_text()) == is_kept
@@ -69,9 +76,12 @@ def test_the_end_of_what_a_script_printed_is_shown_when_it_fails(tmp_path: Path,
     assert silent.err.endswith("process-0.log is empty.\n")
 
 
-def test_the_verdict_is_told_though_the_page_can_not_be_written(tmp_path: Path, capsys: Capture) -> None:
+def test_the_verdict_is_told_though_the_page_can_not_be_written(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk at the end of a drill costs the page only."""
-    found = call(capsys, "drill", "--kills=1", "--html=/dev/full", "--", *words(tmp_path, "--seconds=0.03"))
+    monkeypatch.setattr(command, "progress_on", seen_progress_on(tmp_path))
+    found = call(capsys, "drill", "--kills=1", "--html=/dev/full", "--", *words(tmp_path))
     assert found.status == 2
     assert "EXACT" in found.out
     assert "No space left" in found.err
