@@ -17,15 +17,11 @@ _MAX_ITEMS = 1_000
 
 def named_metrics(module: nn.Module) -> dict[str, Metric]:
     """Return each metric in `module` by its path, also those in plain lists and dicts that its modules hold."""
-    return {name: child for name, child in _children(module).items() if isinstance(child, Metric)}
+    return _of_kind(Metric, _children(module))
 
 
-def _named_collections(module: nn.Module) -> dict[str, MetricCollection]:
-    return {name: child for name, child in _children(module).items() if isinstance(child, MetricCollection)}
-
-
-def _named_trackers(module: nn.Module) -> dict[str, MetricTracker]:
-    return {name: child for name, child in _children(module).items() if isinstance(child, MetricTracker)}
+def _of_kind(kind: type[Any], children: Mapping[str, nn.Module]) -> dict[str, Any]:
+    return {name: child for name, child in children.items() if isinstance(child, kind)}
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
@@ -64,20 +60,22 @@ def metrics_of(holder: object) -> dict[str, nn.Module]:
 
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return a copy of the state of each metric, and of what groups and tracks them, by path."""
-    metrics = {name: metric_state(metric) for name, metric in named_metrics(module).items()}
+    children = _children(module)
+    metrics = {name: metric_state(metric) for name, metric in _of_kind(Metric, children).items()}
     if not metrics:
         return {"metrics": {}, "collections": {}, "trackers": {}}
     return {
         "metrics": metrics,
-        "collections": {name: _groups_state(found) for name, found in _named_collections(module).items()},
-        "trackers": {name: tracker.n_steps for name, tracker in _named_trackers(module).items()},
+        "collections": {name: _groups_state(found) for name, found in _of_kind(MetricCollection, children).items()},
+        "trackers": {name: tracker.n_steps for name, tracker in _of_kind(MetricTracker, children).items()},
     }
 
 
 def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Put each metric back to its state; return the paths of what has nothing to go to."""
     grow_trackers(module, state)
-    metrics, collections = named_metrics(module), _named_collections(module)
+    children = _children(module)
+    metrics, collections = _of_kind(Metric, children), _of_kind(MetricCollection, children)
     missing = sorted(state["metrics"].keys() - metrics.keys())
     for name in state["metrics"].keys() & metrics.keys():
         missing += [f"{name}.{value}" for value in load_metric(metrics[name], state["metrics"][name])]
@@ -88,7 +86,7 @@ def load_metrics(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> l
 
 def grow_trackers(module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Let each MetricTracker have a metric for each step that it had; does nothing the second time."""
-    trackers = _named_trackers(module)
+    trackers = _of_kind(MetricTracker, _children(module))
     for name in state["trackers"].keys() & trackers.keys():
         while trackers[name].n_steps < state["trackers"][name]:
             trackers[name].increment()
