@@ -45,6 +45,8 @@ STOPPED = "stopped by "
 """What the reason of a fit that was stopped begins with."""
 
 FILE_NAME = "history.jsonl"
+DEFAULT_FOLDER = "fault_tolerance"
+"""Where runs are kept, below the Trainer's directory, by whom no other place was named."""
 ALIVE_EVERY_SECONDS = (1.0, 10.0)
 """At least and at most."""
 ALIVE_EVERY_SHARE = 0.1

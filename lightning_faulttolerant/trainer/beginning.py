@@ -18,6 +18,7 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
@@ -84,7 +85,7 @@ class Beginning:
 
     def _open(self) -> None:
         options = self._options
-        dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path("fault_tolerance")
+        dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path(DEFAULT_FOLDER)
         self._run = open_run(dirpath, run_id_of(options.run_id, sys.argv, os.environ), options.script)
         self.series = self._run.begin_fit(keep_last=options.keep_last)
         self.history = History(self._trainer, self._run.history, fit=self._run.num_fits)

@@ -31,10 +31,9 @@ from lightning_faulttolerant.cli.drill.running import Ran, Runner
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
 from lightning_faulttolerant.cli.drill.strikes import stretches_of, strikes_of
 from lightning_faulttolerant.records import ledger
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 
 _NUM_LAST_WORDS = 20
-_DEFAULT_FOLDER = "fault_tolerance"
-"""Where autosaves are kept for whom no other place was named."""
 
 
 @final
@@ -151,11 +150,11 @@ class Drill:
         paths = {path for process in processes for path in _autosave_paths(process.lines().values())}
         own = (parent for path in paths for parent in Path(path).parents if parent.name.startswith(begin))
         # A process that failed before its first autosave has told none, and may have left its lock and history.
-        for directory in {Path(_DEFAULT_FOLDER).absolute(), *(each.parent for each in own)}:
+        for directory in {Path(DEFAULT_FOLDER).absolute(), *(each.parent for each in own)}:
             left = list(directory.glob(f"{begin}*"))
             for each in left:
                 shutil.rmtree(each, ignore_errors=True)
-            if left and directory.name == _DEFAULT_FOLDER:
+            if left and directory.name == DEFAULT_FOLDER:
                 with contextlib.suppress(OSError):  # runs of the user's are in it
                     directory.rmdir()
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file, open_store, split_path
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.records.chapters import history_of
-from lightning_faulttolerant.records.history import FILE_NAME, History
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, History
 from lightning_faulttolerant.records.lines import parse_lines
-
-_DEFAULT_FOLDER = "fault_tolerance"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +52,7 @@ def find_runs(directory: str) -> list[FoundRun]:
         own = _run(directory)
         runs = [own] if own is not None else _below(directory)
         if not runs:
-            runs = _below(_path(directory, _DEFAULT_FOLDER))
+            runs = _below(_path(directory, DEFAULT_FOLDER))
     return sorted(runs, key=lambda run: run.last_seen, reverse=True)
 
 
