@@ -30,6 +30,8 @@ Fit = Callable[[list[Any], Path], Any]
 
 _SEED = 1
 _OTHER_SEED = 20_000
+# How much of what a rank has printed is told when a run fails: room for the stacks of a process and its workers.
+_PRINTED_CHARACTERS = 12_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +188,7 @@ class Runs:
 
 def _printed(outputs: list[Path]) -> str:
     """Return the end of what each rank printed."""
-    printed = [path.read_text()[-4000:] if path.exists() else "" for path in outputs]
+    printed = [path.read_text()[-_PRINTED_CHARACTERS:] if path.exists() else "" for path in outputs]
     if len(printed) == 1:
         return printed[0]
     return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(printed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -21,6 +22,8 @@ from torch import distributed as dist
 _HOST = "127.0.0.1"
 # How long the others have when one has failed; torchrun gives them 30 seconds.
 _GRACE_SECONDS = 10.0
+# How long a process that did not end in time has to print where it is, before the next one prints.
+_TELLING_SECONDS = 0.2
 
 
 def fork_and_run(
@@ -75,7 +78,7 @@ def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, tim
         0 if all came to their end, else the exit code of the one that failed first; negative for a signal.
 
     Raises:
-        TimeoutError: If they did not end in time; they are killed.
+        TimeoutError: If they did not end in time; they print the stacks of their threads, and are killed.
     """
     num_ranks = len(outputs)
     rendezvous = None if num_ranks == 1 else _Rendezvous()
@@ -174,11 +177,19 @@ class _Processes:
                     self.running.remove(process_id)
                     self._note(os.waitstatus_to_exitcode(status))
             if time.monotonic() > deadline:
+                self._tell_where()
                 raise TimeoutError(f"A run did not end within {timeout_seconds:g} seconds.")
             if time.monotonic() > self._kill_at:
                 self.kill()
             time.sleep(0.005)
         return self._failure
+
+    def _tell_where(self) -> None:
+        """Let all processes, and the workers of their loaders, print the stacks of their threads in turn."""
+        for process_id in [one for leader in self.running for one in (leader, *_children(leader))]:
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGQUIT)
+            time.sleep(_TELLING_SECONDS)
 
     def _note(self, exit_code: int) -> None:
         if exit_code == 0 or self._failure:
@@ -203,6 +214,14 @@ def _kill(process_id: int, kill: Callable[[int, int], None]) -> None:
         kill(process_id, signal.SIGKILL)
 
 
+def _children(process_id: int) -> list[int]:
+    """Return the processes that a process has started, as far as this system tells."""
+    try:
+        return [int(child) for child in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+    except OSError:
+        return []
+
+
 def _print_to(output: Path) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
     os.dup2(descriptor, 1)
@@ -214,6 +233,7 @@ def _print_to(output: Path) -> None:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     logging.getLogger("lightning_faulttolerant").addHandler(logging.StreamHandler())
+    faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True)
 
 
 def _seed_everything(seed: int) -> None:

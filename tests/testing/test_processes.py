@@ -1,0 +1,39 @@
+"""The processes of the ranks: what one that does not end says of where it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.testing.processes import run_ranks
+
+
+def wait_in_the_worker() -> None:
+    """Wait for what never comes."""
+    time.sleep(60)
+
+
+def wait_in_the_rank(worker: int) -> None:
+    """Wait for a worker that never ends."""
+    os.waitpid(worker, 0)
+
+
+def test_those_that_do_not_end_tell_where_they_are(tmp_path: Path) -> None:
+    """Every rank, and every worker of a rank, prints its stack before it is killed."""
+
+    def main(rank: int) -> None:
+        worker = os.fork()
+        if worker == 0:
+            wait_in_the_worker()
+        wait_in_the_rank(worker)
+
+    outputs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    with pytest.raises(TimeoutError, match="within 4 seconds"):
+        run_ranks(main, outputs=outputs, seed=1, timeout_seconds=4)
+    for output in outputs:
+        printed = output.read_text()
+        assert "in wait_in_the_rank" in printed
+        assert "in wait_in_the_worker" in printed
