@@ -22,6 +22,8 @@ from torch import distributed as dist
 _HOST = "127.0.0.1"
 # How long the others have when one has failed; torchrun gives them 30 seconds.
 _GRACE_SECONDS = 10.0
+# More than this between two looks is time in which the machine stood still.
+_LONGEST_LOOK_SECONDS = 1.0
 # How long a process that did not end in time has to print where it is, before the next one prints.
 _TELLING_SECONDS = 0.2
 
@@ -72,7 +74,7 @@ def run_ranks(main: Callable[[int], Any], *, outputs: list[Path], seed: int, tim
         main: Gets the rank.
         outputs: For each rank a file for all that it prints.
         seed: For rank 0's generators; each other rank has one of its own.
-        timeout_seconds: How long the processes may take.
+        timeout_seconds: How long the processes may take; time in which the machine stood still does not count.
 
     Returns:
         0 if all came to their end, else the exit code of the one that failed first; negative for a signal.
@@ -159,16 +161,33 @@ class _Rendezvous:
 
 
 @final
+class _RunningTime:
+    """Counts seconds, but none in which this process did not run: a machine that slept, or was paused."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._last_look = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return how many there were; ask often."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last_look, _LONGEST_LOOK_SECONDS)
+        self._last_look = now
+        return self._seconds
+
+
+@final
 class _Processes:
     """The processes of one run, each the leader of a group of its own."""
 
     def __init__(self) -> None:
         self.running: list[int] = []
         self._failure = 0
+        self._time = _RunningTime()
         self._kill_at = float("inf")
 
     def wait(self, timeout_seconds: float) -> int:
-        deadline = time.monotonic() + timeout_seconds
+        deadline = self._time.seconds() + timeout_seconds
         while self.running:
             for process_id in list(self.running):
                 done, status = os.waitpid(process_id, os.WNOHANG)
@@ -176,10 +195,10 @@ class _Processes:
                     _kill(process_id, os.killpg)  # workers that outlive a killed process
                     self.running.remove(process_id)
                     self._note(os.waitstatus_to_exitcode(status))
-            if time.monotonic() > deadline:
+            if self._time.seconds() > deadline:
                 self._tell_where()
                 raise TimeoutError(f"A run did not end within {timeout_seconds:g} seconds.")
-            if time.monotonic() > self._kill_at:
+            if self._time.seconds() > self._kill_at:
                 self.kill()
             time.sleep(0.005)
         return self._failure
@@ -195,7 +214,7 @@ class _Processes:
         if exit_code == 0 or self._failure:
             return
         self._failure = exit_code
-        self._kill_at = time.monotonic() + _GRACE_SECONDS
+        self._kill_at = self._time.seconds() + _GRACE_SECONDS
         for process_id in self.running:
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGTERM)

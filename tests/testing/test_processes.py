@@ -1,13 +1,16 @@
-"""The processes of the ranks: what one that does not end says of where it is."""
+"""The processes of the ranks: how long they may take, and what one that does not end says of where it is."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from lightning_faulttolerant.testing import processes
 from lightning_faulttolerant.testing.processes import run_ranks
 
 
@@ -37,3 +40,17 @@ def test_those_that_do_not_end_tell_where_they_are(tmp_path: Path) -> None:
         printed = output.read_text()
         assert "in wait_in_the_rank" in printed
         assert "in wait_in_the_worker" in printed
+
+
+def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that has gone on by an hour while nobody ran ends no run."""
+    pauses = itertools.chain([0.0, 0.0, 3600.0, 3600.0], itertools.repeat(7200.0))
+
+    def monotonic(now: Callable[[], float] = time.monotonic) -> float:
+        return now() + next(pauses)
+
+    def main(rank: int) -> None:
+        time.sleep(0.5)
+
+    monkeypatch.setattr(processes.time, "monotonic", monotonic)
+    assert run_ranks(main, outputs=[tmp_path / "0.txt"], seed=1, timeout_seconds=30) == 0
