@@ -33,6 +33,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
+from lightning_faulttolerant.trainer.param_groups import held_by
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -63,6 +64,7 @@ class Capture:
     callbacks: Mapping[str, Any]
     schedulers: list[Any]
     param_groups: list[Any]
+    held: list[list[list[int]]]
     precision: Mapping[str, Any]
     buffers: Mapping[str, Tensor]
     extra: Mapping[str, Any]
@@ -75,9 +77,8 @@ class Capture:
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
-        num_groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
-        if num_groups != [len(groups) for groups in self.param_groups]:
-            return False  # a BaseFinetuning has unfrozen something
+        if self.held != [held_by(optimizer) for optimizer in trainer.optimizers]:
+            return False  # something was unfrozen
         return self.marks.unmoved(moving_tensors(trainer))
 
 
@@ -191,6 +192,7 @@ class RunState:
             callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
             schedulers=[copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
             param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
+            held=[held_by(optimizer) for optimizer in trainer.optimizers],
             precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
             buffers=buffers_state(trainer.lightning_module),
             extra=extra_state(trainer.lightning_module),

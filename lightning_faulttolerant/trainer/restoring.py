@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.param_groups import GROUPS, ParamGroups
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.strategy import Loaders
@@ -54,6 +55,8 @@ class Restoring:
         self._has_started = False
         self.resume: Resume | None = None
         """The resume, if the fit goes on from a checkpoint."""
+        self.param_groups: ParamGroups | None = None
+        """Those of the optimizers, once these are there."""
 
     def forget_checkpoint(self) -> str | None:
         """Give the memory of the checkpoint back, as large as the model and its optimizers; return its origin."""
@@ -101,12 +104,16 @@ class Restoring:
         self.resume.prepare(compat.loaded_checkpoint(self._trainer))
 
     def wrap_restore_training_state(self, original: Method) -> Method:
-        """Return what gives Lightning the checkpoint once more where a finder has used it up."""
+        """Return what gives Lightning the checkpoint, again where a finder has used it up, and groups to load into."""
 
         def restore_training_state() -> None:
             choice = self._choice
             if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
                 compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
+            if self.param_groups is None:
+                self.param_groups = ParamGroups(self._trainer)
+                if choice is not None and choice.part is not None:
+                    self.param_groups.load_state_dict(choice.part.get(GROUPS))
             original()
 
         return restore_training_state

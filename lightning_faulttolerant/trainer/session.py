@@ -24,6 +24,7 @@ from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.param_groups import GROUPS
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -199,7 +200,8 @@ class Session:
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
-        origin = self._restoring.forget_checkpoint()
+        origin, param_groups = self._restoring.forget_checkpoint(), self._restoring.param_groups
+        assert param_groups is not None
         header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,
@@ -211,6 +213,7 @@ class Session:
             header=lambda: {
                 **header,
                 BUCKETS: buckets.state_dict(),
+                GROUPS: param_groups.state_dict(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
         )

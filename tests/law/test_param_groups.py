@@ -1,0 +1,129 @@
+"""Optimizers whose groups training changes, in hooks that are not called again: unfreezing by the module itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.testing import KillAt, NotTheSame
+from tests.rank_runs import assert_ranks_go_on, for_ranks
+from tests.runs import Cut, Net, RaiseAt, assert_exact
+
+pytestmark = for_ranks
+
+NUM_BATCHES = 8
+
+
+class Unfreezes(Net):
+    """Trains its head; from the second epoch its norm, from the third its first layer, each in a group of its own."""
+
+    def __init__(self, *, freezes: bool = True) -> None:
+        super().__init__()
+        self.layers[:2].requires_grad_(not freezes)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.layers[3].parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch == 1:
+            self.layers[1].requires_grad_(True)
+            optimizer.add_param_group({"params": list(self.layers[1].parameters()), "lr": 0.005})
+        if self.current_epoch == 2:
+            self.layers[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(self.layers[0].parameters()), "weight_decay": 0.3})
+
+
+@pytest.mark.parametrize("kill", [3, 8, 12, 20])
+def test_added_groups(kill: int) -> None:
+    """Killed before, in and behind the epochs that add groups, the optimizer has those that it had."""
+    [cost] = assert_exact(list, KillAt(kill), module=Unfreezes, max_epochs=4)
+    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+
+
+def test_added_groups_again_and_again() -> None:
+    """A run that goes on from one that went on has all groups, too, those of both."""
+    assert_exact(list, KillAt(10), KillAt(8), KillAt(2), module=Unfreezes, max_epochs=4)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_added_groups_of_two_ranks(rank: int) -> None:
+    """So it is with several ranks, where DDP knows from the start what is trained."""
+    cut = Cut(kill=12, every=1, goes_on_at=(1, 4))
+    assert_ranks_go_on(cut, rank=rank, module=lambda: Unfreezes(freezes=False), max_epochs=3)
+
+
+class Moves(Net):
+    """Moves a layer from its only group to another in the second epoch, and all back into one in the third."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        move(self.trainer)
+
+
+def move(trainer: Trainer) -> None:
+    """Change the groups of the only optimizer."""
+    [optimizer] = trainer.optimizers
+    if trainer.current_epoch == 1:
+        moved = optimizer.param_groups[0]["params"][:2]
+        del optimizer.param_groups[0]["params"][:2]
+        optimizer.add_param_group({"params": moved, "lr": 0.002})
+    if trainer.current_epoch == 2:
+        optimizer.param_groups[0]["params"] += optimizer.param_groups.pop()["params"]
+
+
+@pytest.mark.parametrize("kill", [12, 20])
+def test_moved_parameters(kill: int) -> None:
+    """Groups that have other parameters, or are gone, are so again."""
+    assert_exact(list, KillAt(kill), module=Moves, max_epochs=4)
+
+
+class TwoRates(Net):
+    """Trains its two layers at different rates."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": list(self.layers[0].parameters())},
+            {"params": list(self.layers[3].parameters()), "lr": 0.1},
+        ]
+        return torch.optim.Adam(groups, lr=0.01)
+
+
+class Swapper(Callback):
+    """Lets the two groups swap what they hold at the start of each epoch but the first."""
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        one, other = trainer.optimizers[0].param_groups
+        if trainer.current_epoch:
+            one["params"], other["params"] = other["params"], one["params"]
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 1}, {"overhead_budget": 1.0}])
+def test_an_exception_beside_a_change(options: dict[str, Any]) -> None:
+    """What is saved never has groups that its moment had not: an earlier autosave stays, the hook is called again."""
+    users = lambda: [Swapper()]  # noqa: E731
+    [cost] = assert_exact(users, RaiseAt("on_train_epoch_start", 1), module=TwoRates, max_epochs=3, options=options)
+    assert (cost.exit_code, cost.epoch) == (1, 0)
+
+
+class Strange(Net):
+    """Gives its optimizer a tensor of its own, behind the first epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        [optimizer] = self.trainer.optimizers
+        if self.current_epoch == 0:
+            optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+
+
+def test_a_tensor_that_is_no_parameter_is_refused() -> None:
+    """What nobody can find again is named, not left to torch's error about numbers of groups."""
+    with pytest.raises(
+        NotTheSame, match=r"Optimizer 0 \(Adam\) can't be restored: while training, it was given a tensor"
+    ):
+        assert_exact(list, KillAt(12), module=Strange)
