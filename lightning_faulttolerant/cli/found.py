@@ -109,7 +109,9 @@ def open_checkpoint(path: str, *, whole: bool = False) -> IO[bytes]:
     """
     if not is_url(path):
         mode = os.stat(local_path(path)).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, 'Is a directory; "list" shows the checkpoints in it', path)
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "Not a regular file", path)
     return open_file(path, whole=whole)
 

@@ -44,6 +44,7 @@ def report_of(history: History, *, run_id: str, path: str, made: float, is_whole
         chapters=tuple(reports if is_whole else reports[-1:]),
         num_chapters=len(reports),
         num_forgotten=history.num_forgotten,
+        num_unread=history.num_unread,
     )
 
 

@@ -34,19 +34,20 @@ _MAX_NUMBER = 1e15
 _MAX_TIME = 2.5e11  # what lies behind the year 9892 is no time that could be shown
 
 
-def history_of(lines: Iterable[Line]) -> History:
+def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
     """Return what the lines of a history tell.
 
     A chapter ends with the script, or where a start does not go on although there was an autosave to go on from.
 
     Args:
         lines: Of one file, in their order.
+        num_unread: How many more lines the file has, which are torn or damaged.
     """
     reader = _Reader()
     for line in lines:
         reader.read(line)
     chapters = tuple(chapter.made() for chapter in reader.chapters if chapter.processes)
-    return History(chapters=chapters, num_forgotten=reader.num_forgotten)
+    return History(chapters=chapters, num_forgotten=reader.num_forgotten, num_unread=num_unread)
 
 
 def place_of(line: Any) -> Place | None:

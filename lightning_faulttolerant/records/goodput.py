@@ -150,6 +150,7 @@ class RunReport:
         chapters: Those that are shown, the oldest first; at least one.
         num_chapters: How many there are in all.
         num_forgotten: Processes at the beginning of which nothing is known any more.
+        num_unread: Lines of its history that could not be read.
     """
 
     run_id: str
@@ -158,3 +159,4 @@ class RunReport:
     chapters: tuple[ChapterReport, ...]
     num_chapters: int
     num_forgotten: int = 0
+    num_unread: int = 0

@@ -236,7 +236,9 @@ class History:
     Args:
         chapters: The oldest first.
         num_forgotten: Processes at the beginning of which nothing is known any more, because the file was shortened.
+        num_unread: Lines that could not be read: torn by a kill, or damaged.
     """
 
     chapters: tuple[Chapter, ...] = field(default=())
     num_forgotten: int = 0
+    num_unread: int = 0

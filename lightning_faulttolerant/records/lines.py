@@ -84,6 +84,11 @@ def parse_lines(text: bytes) -> list[Line]:
     return [found for line in text.split(b"\n") if (found := _parsed(line)) is not None]
 
 
+def count_lines(text: bytes) -> int:
+    """Return how many lines there are in `text`, whole objects or not; empty ones do not count."""
+    return sum(bool(line.strip()) for line in text.split(b"\n"))
+
+
 def _parsed(line: bytes) -> Line | None:
     try:
         found = json.loads(line)

@@ -219,3 +219,10 @@ def test_names_in_the_file_are_those_of_the_part_that_writes_it() -> None:
 
     assert part.KEY == parts.KEY
     assert contents.BLOBS == blobs.POOL
+
+
+def test_a_directory_is_refused_by_naming_what_shows_it(tmp_path: Path, capsys: Capture) -> None:
+    """Who gives the directory of the checkpoints is told which command lists them."""
+    found = call(capsys, "inspect", tmp_path)
+    assert found.status == 2
+    assert found.err == f'lightning-faulttolerant: {tmp_path}: Is a directory; "list" shows the checkpoints in it\n'

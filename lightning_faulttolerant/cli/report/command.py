@@ -87,6 +87,7 @@ def as_json(report: RunReport, others: list[FoundRun]) -> dict[str, Any]:
         "made": report.made,
         "num_chapters": report.num_chapters,
         "num_forgotten": report.num_forgotten,
+        "num_unread": report.num_unread,
         "chapters": [_chapter_json(chapter) for chapter in report.chapters],
         "other_runs": [other.run_id for other in others],
     }

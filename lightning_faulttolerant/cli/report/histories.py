@@ -9,7 +9,7 @@ from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_fi
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.records.chapters import history_of
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER, FILE_NAME, History
-from lightning_faulttolerant.records.lines import parse_lines
+from lightning_faulttolerant.records.lines import count_lines, parse_lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +72,11 @@ def _run(directory: str) -> FoundRun | None:
         return None
     try:
         with open_file(store.path(FILE_NAME), whole=True) as file:
-            history = history_of(parse_lines(file.read()))
+            text = file.read()
     except FileNotFoundError:
         return None
+    lines = parse_lines(text)
+    history = history_of(lines, num_unread=count_lines(text) - len(lines))
     if not history.chapters:
         return None
     return FoundRun(run_id=split_path(store.url)[1], path=directory, history=history)

@@ -221,6 +221,8 @@ def _before(report: RunReport) -> str | None:
         )
     if report.num_forgotten:
         texts.append(f"{plural(report.num_forgotten, 'process')} of which nothing is known any more")
+    if report.num_unread:
+        texts.append(f"{plural(report.num_unread, 'line')} of the history could not be read")
     return "; ".join(texts) or None
 
 

@@ -30,6 +30,11 @@ def report_lines(report: RunReport) -> Iterator[str]:
         yield from _wrapped(
             f"Of the first {report.num_forgotten} processes nothing is known any more: the history was shortened."
         )
+    if report.num_unread:
+        yield from _wrapped(
+            f"{_count(report.num_unread, 'line')} of the history could not be read, torn by a kill or damaged: what"
+            " they told is missing below."
+        )
     hidden = report.num_chapters - len(report.chapters)
     for chapter in report.chapters:
         yield ""
@@ -120,15 +125,16 @@ def _autosaves(chapter: Chapter) -> Iterator[str]:
     num_bytes = sum(autosave.num_bytes or 0 for autosave in autosaves)
     number = sum(autosave.number for autosave in autosaves)
     yield from _wrapped(
-        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. Training waited longest for the one"
-        f" {_where(slowest)}: {duration_text(slowest.longest)}."
+        f"{_count(number, 'autosave')}, {size_text(num_bytes)} in all. Training waited longest for"
+        f" {_which(slowest)}: {duration_text(slowest.longest)}."
     )
 
 
-def _where(autosave: Autosave) -> str:
-    place = "" if autosave.place is None else f" of epoch {autosave.place.epoch}, batch {autosave.place.batch}"
+def _which(autosave: Autosave) -> str:
+    place = autosave.place
+    which = "one whose place is not known" if place is None else f"the one of epoch {place.epoch}, batch {place.batch}"
     size = "" if autosave.num_bytes is None or autosave.number > 1 else f" ({size_text(autosave.num_bytes)})"
-    return f"{place.strip()}{size}"
+    return f"{which}{size}"
 
 
 def _count(number: int, noun: str) -> str:

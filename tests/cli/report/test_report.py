@@ -67,6 +67,29 @@ def test_report_tells_each_process(capsys: Capture, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("damage", "said"), [(b"{\n", "1 line of"), (b'\n[1]\n\n{"a"', "2 lines of")])
+def test_report_says_what_it_could_not_read(capsys: Capture, tmp_path: Path, damage: bytes, said: str) -> None:
+    """Damaged lines are counted, wherever they are, in all forms of the report; empty ones are none."""
+    path = write(tmp_path / "train-1", killed_and_done()) / "history.jsonl"
+    first, _, rest = path.read_bytes().partition(b"\n")
+    path.write_bytes(first + b"\n" + damage + b"\n" + rest)
+    page = tmp_path / "page.html"
+    found = call(capsys, "report", path, "--html", page)
+    assert found.lines[2] == f"{said} the history could not be read, torn by a kill or damaged: what they"
+    assert f"{said} the history could not be read" in page.read_text()
+    assert json.loads(call(capsys, "report", path, "--json").out)["num_unread"] == int(said[0])
+    whole = call(capsys, "report", write(tmp_path / "train-2", killed_and_done()))
+    assert "could not be read" not in whole.out
+
+
+def test_a_place_that_is_not_known_is_said_not_to_be() -> None:
+    """An autosave whose line tells no place is named so."""
+    story = Story(1_700_000_000.0).begin().start().train(10, 1).autosave(seconds=3, num_bytes=1000)
+    for line in story.lines:
+        line.pop("batch", None)
+    assert "waited longest for one whose place is not known" in " ".join(" ".join(lines_of(story)).split())
+
+
 def test_report_accounts_for_the_time() -> None:
     """Each kind of time has its line, with its share; the shares and the goodput are those of the account."""
     story = killed_and_done()
