@@ -30,6 +30,7 @@ from lightning_faulttolerant.state.tensors import (
     make_room,
 )
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_state
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
@@ -129,6 +130,7 @@ class RunState:
             "gradients": gradients_state(module) if is_accumulating else {},
             # Of a buffer that each rank has whole, the directory of a strategy that shards holds any rank's.
             "buffers": buffers_state(module, persistent=None if in_shards else False),
+            "shown": shown_state(module),
             "metrics": metrics_state(module),
             "results": results_state(trainer),
             "flags": flags_state(module),
@@ -157,6 +159,7 @@ class RunState:
             "flags": lambda part: load_flags(module, part),
             "gradients": self._load_gradients,
             "buffers": lambda part: self._load_buffers(part, state.get("began", {}).get("buffers", {})),
+            "shown": lambda part: load_shown(module, part),
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
             "files": lambda part: self.files.load_state_dict(part),

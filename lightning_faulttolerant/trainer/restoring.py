@@ -115,6 +115,8 @@ class Restoring:
                 if choice is not None and choice.part is not None:
                     self.param_groups.load_state_dict(choice.part.get(GROUPS))
             original()
+            if self.resume is not None:
+                self.resume.prune()
 
         return restore_training_state
 

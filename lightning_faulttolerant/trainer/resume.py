@@ -16,7 +16,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
-from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.adapters.pruning import OwnMasks, without_masks
 from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
 from lightning_faulttolerant.trainer.capture import PARTS, RunState
@@ -93,6 +93,7 @@ class Resume:
         self._is_autosave, self._origin = choice.is_autosave, choice.origin
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
+        self._own_masks: OwnMasks | None = None
         self.position: Position | None = None
         self._report: ResumeReport | None = None
         self.is_pending = True
@@ -189,7 +190,10 @@ class Resume:
             self._callback_states = checkpoint["callbacks"]
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
         if "state_dict" in checkpoint:
-            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"])
+            here = dict(self._trainer.lightning_module.named_buffers())
+            here.update(self._trainer.lightning_module.named_parameters())
+            self._own_masks = OwnMasks(self._trainer, checkpoint["state_dict"])
+            checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
             self._keep_all_bits(checkpoint["state_dict"])
         if "loops" in checkpoint:
             if not self._state.get("loaders", {}).get("left"):
@@ -208,6 +212,11 @@ class Resume:
                 remedy="Give the module its type where it is made, in its setup or configure_model, or by the Trainer's"
                 " precision, so that it has it when it is loaded",
             )
+
+    def prune(self) -> None:
+        """Prune what a hook of the user's had pruned, once the optimizers are loaded."""
+        if self._own_masks is not None:
+            self._own_masks.apply()
 
     def begin(self) -> None:
         """Compare what is known when the fit begins, and let its loaders go on; what a finder did before is over.
@@ -323,6 +332,8 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state has nothing to go to.
         """
+        if self._own_masks is not None:
+            self._own_masks.load()
         missing = run_state.load_state_dict(self._state)
         if missing and self._strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))

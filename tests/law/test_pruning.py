@@ -11,6 +11,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor
+from torch.nn.utils import prune
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt
@@ -74,6 +76,37 @@ def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
     """A checkpoint that somebody saves in front of a pruning, or behind it, goes on exactly."""
     both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
+
+
+class ByHand(PlainNet):
+    """Has a layer that was pruned before, and prunes another one by itself, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.layers[2], "weight", 3)  # type: ignore[no-untyped-call]
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx % 3 == 1:
+            prune.l1_unstructured(self.layers[0], "weight", 2)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("kill", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_pruning_by_hand(kill: int) -> None:
+    """Masks of a hook's go on, also right before the next pruning, which chooses by what the last pass has seen."""
+    [cost] = assert_exact(list, KillAt(kill), module=ByHand, accumulate_grad_batches=2)
+    assert (cost.epoch, cost.batch) == divmod(kill, 8)
+
+
+class AtItsStart(PlainNet):
+    """Prunes whenever it starts."""
+
+    def on_train_start(self) -> None:
+        prune.l1_unstructured(self.layers[0], "weight", 2)  # type: ignore[no-untyped-call]
+
+
+def test_pruning_at_each_start() -> None:
+    """A mask that the start of the next process draws again is that of the first one all the same."""
+    assert_exact(list, KillAt(3), module=AtItsStart)
 
 
 def test_pruned_run_whose_masks_are_gone_does_not_grow(tmp_path: Path) -> None:

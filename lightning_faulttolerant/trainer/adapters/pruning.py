@@ -1,4 +1,4 @@
-"""ModelPruning: its masks, the weights that they hide and the first weights, to which it goes back, are not saved."""
+"""What is pruned: by ModelPruning, whose masks and first weights are not saved, or by a hook of the user's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.compat import first_parameters, pruned_parameters
 
 _MASK, _HIDDEN = "_mask", "_orig"  # torch's names for what stands in the place of a pruned parameter
@@ -48,12 +49,76 @@ class Pruning:
                 weight.data.copy_(state["first"][str(number)])
 
 
-def without_masks(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `weights` under the names that they have where nothing is pruned yet."""
-    pruned = {name.removesuffix(_MASK) for name in weights if name.endswith(_MASK)}
-    pruned = {name for name in pruned if name + _HIDDEN in weights}
+class OwnMasks:
+    """The masks of what a hook of the user's has pruned: the hook isn't called again, and ModelPruning's are its own.
+
+    Args:
+        trainer: Whose fit goes on.
+        weights: The checkpoint's.
+    """
+
+    def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
+        self._modules = dict(trainer.lightning_module.named_modules())
+        pruning = (callback for callback in compat.callbacks(trainer) if isinstance(callback, ModelPruning))
+        others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
+        found = {name: weights[name + _MASK] for name in _pruned(weights)}
+        self._masks = {
+            key: mask for key, mask in found.items() if (id(self._place(key)[0]), self._place(key)[1]) not in others
+        }
+
+    def apply(self) -> None:
+        """Prune by them, behind the load of the optimizers, which keep the parameters that they have."""
+        for key, mask in self._masks.items():
+            module, name = self._place(key)
+            if module is not None and not hasattr(module, name + _MASK):
+                prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]
+
+    def load(self) -> None:
+        """Put them back where a hook at the start has drawn others."""
+        for key, mask in self._masks.items():
+            module, name = self._place(key)
+            if module is not None and hasattr(module, name + _MASK):
+                getattr(module, name + _MASK).copy_(mask)
+
+    def _place(self, key: str) -> tuple[nn.Module | None, str]:
+        prefix, _, name = key.rpartition(".")
+        return self._modules.get(prefix), name
+
+
+def shown_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return what the last pass has seen of each weight that is pruned: the next pruning chooses by that."""
+    masks = {name: mask for name, mask in module.named_buffers() if name.endswith(_MASK)}
+    if not masks:
+        return {}
+    places = {key: key.rpartition(".") for key in _pruned({**masks, **dict(module.named_parameters())})}
+    return {key: _copy(getattr(module.get_submodule(prefix), name)) for key, (prefix, _, name) in places.items()}
+
+
+def load_shown(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Let the weights that are pruned be seen as they were."""
+    modules = dict(module.named_modules())
+    for key, value in state.items():
+        prefix, _, name = key.rpartition(".")
+        mask = getattr(modules.get(prefix), name + _MASK, None)
+        if mask is not None:
+            setattr(modules[prefix], name, value.to(mask.device))
+
+
+def without_masks(weights: Mapping[str, Any], *, here: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return `weights` under the names that they have where nothing is pruned yet.
+
+    Args:
+        weights: By name.
+        here: Those of a module: what is pruned there already keeps its names.
+    """
+    pruned = _pruned(weights) - _pruned(here or {})
     masks, hidden = {name + _MASK for name in pruned}, {name + _HIDDEN: name for name in pruned}
     return {hidden.get(name, name): value for name, value in weights.items() if name not in masks}
+
+
+def _pruned(weights: Mapping[str, Any]) -> set[str]:
+    pruned = {name.removesuffix(_MASK) for name in weights if name.endswith(_MASK)}
+    return {name for name in pruned if name + _HIDDEN in weights}
 
 
 def _copy(tensor: Tensor) -> Tensor:
