@@ -48,6 +48,26 @@ def test_loaders_of_before_go(tmp_path: Path) -> None:
     assert module.num_there == [(1, 1)] * 4
 
 
+class Curriculum(Net):
+    """Trains each epoch on more samples, in larger batches."""
+
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch
+        return DataLoader(NoisyDataset(12 + 8 * epoch), batch_size=4 + epoch, shuffle=True)
+
+
+def test_loader_of_another_epoch() -> None:
+    """Behind a resume, too, loaders that are asked for anew may be others than those of the epoch before."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(Curriculum(), val_dataloaders=DataLoader(NoisyDataset(8), batch_size=4))
+        return trainer
+
+    costs = assert_resumes_exactly(fit, [KillAt(2), KillAt(3)], options={"every_n_train_steps": 1})
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 2), (1, 2)]
+
+
 class Again(Net):
     """Gives the same CombinedLoader each time."""
 
