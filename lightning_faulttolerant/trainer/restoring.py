@@ -18,6 +18,7 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.param_groups import GROUPS, ParamGroups
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
+from lightning_faulttolerant.trainer.replaced import REPLACED, Replaced
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.strategy import Loaders
 
@@ -55,8 +56,8 @@ class Restoring:
         self._has_started = False
         self.resume: Resume | None = None
         """The resume, if the fit goes on from a checkpoint."""
-        self.param_groups: ParamGroups | None = None
-        """Those of the optimizers, once these are there."""
+        self._param_groups: ParamGroups | None = None
+        self._replaced: Replaced | None = None
 
     def forget_checkpoint(self) -> str | None:
         """Give the memory of the checkpoint back, as large as the model and its optimizers; return its origin."""
@@ -65,6 +66,12 @@ class Restoring:
             return None
         self._choice = self._choice.with_checkpoint(None)
         return self._choice.origin
+
+    def changes(self) -> dict[str, Any]:
+        """Return what training has changed of the optimizers and schedulers that the fit made at its start."""
+        assert self._param_groups is not None
+        assert self._replaced is not None
+        return {GROUPS: self._param_groups.state_dict(), REPLACED: self._replaced.state_dict()}
 
     def wrap_resume_start(self, original: Method) -> Method:
         """Return what chooses the checkpoint, and begins the resume from it."""
@@ -110,10 +117,12 @@ class Restoring:
             choice = self._choice
             if choice is not None and choice.path is not None and not compat.loaded_checkpoint(self._trainer):
                 compat.put_checkpoint(self._trainer, str(choice.path), choice.checkpoint or {})
-            if self.param_groups is None:
-                self.param_groups = ParamGroups(self._trainer)
+            if self._param_groups is None:
+                self._param_groups, self._replaced = ParamGroups(self._trainer), Replaced(self._trainer)
                 if choice is not None and choice.part is not None:
-                    self.param_groups.load_state_dict(choice.part.get(GROUPS))
+                    if self.resume is not None:
+                        self.resume.admit(self._replaced.why_not_exact(choice.part.get(REPLACED)))
+                    self._param_groups.load_state_dict(choice.part.get(GROUPS))
             original()
             if self.resume is not None:
                 self.resume.prune()

@@ -24,7 +24,6 @@ from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
 from lightning_faulttolerant.trainer.options import Options
-from lightning_faulttolerant.trainer.param_groups import GROUPS
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -200,8 +199,7 @@ class Session:
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
-        origin, param_groups = self._restoring.forget_checkpoint(), self._restoring.param_groups
-        assert param_groups is not None
+        origin = self._restoring.forget_checkpoint()
         header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,
@@ -213,7 +211,7 @@ class Session:
             header=lambda: {
                 **header,
                 BUCKETS: buckets.state_dict(),
-                GROUPS: param_groups.state_dict(),
+                **self._restoring.changes(),
                 "fingerprint": self._fingerprint.state_dict(self._loaders.fingerprints),
             },
         )

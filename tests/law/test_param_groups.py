@@ -127,3 +127,28 @@ def test_a_tensor_that_is_no_parameter_is_refused() -> None:
         NotTheSame, match=r"Optimizer 0 \(Adam\) can't be restored: while training, it was given a tensor"
     ):
         assert_exact(list, KillAt(12), module=Strange)
+
+
+class Replaces(Net):
+    """Goes on with another optimizer in the second epoch, or with another scheduler."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.what == "optimizer":
+            self.trainer.strategy.optimizers = [torch.optim.AdamW(self.parameters(), lr=0.01)]
+        elif self.current_epoch == 1:
+            [config], [optimizer] = self.trainer.lr_scheduler_configs, self.trainer.optimizers
+            config.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("optimizer", "optimizer 0 became AdamW, and .* makes Adam"), ("scheduler", "scheduler 0 became ExponentialLR")],
+)
+def test_a_replaced_optimizer_is_refused(what: str, reason: str) -> None:
+    """What training has put in the place of what a fit starts with is named, and not loaded into the other kind."""
+    with pytest.raises(NotTheSame, match=f"while training, {reason}"):
+        assert_exact(list, KillAt(9), module=lambda: Replaces(what))
