@@ -135,5 +135,7 @@ class Restoring:
         def restore_callbacks() -> None:
             with spikes_restored(self._trainer):
                 original()
+            if self.resume is not None:
+                self.resume.note_loaded()
 
         return restore_callbacks

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.metrics import grow_trackers
@@ -29,6 +30,7 @@ from lightning_faulttolerant.trainer.fingerprint import (
     loader_as_carried_over,
     mismatch,
 )
+from lightning_faulttolerant.trainer.loaded import LoadedWeights
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
 from lightning_faulttolerant.trainer.precision import convert_module, rounded
@@ -94,6 +96,7 @@ class Resume:
         self._callback_states: Mapping[str, Any] = (choice.checkpoint or {}).get("callbacks", {})
         self._state: Mapping[str, Any] = {}
         self._own_masks: OwnMasks | None = None
+        self._loaded: LoadedWeights | None = None
         self.position: Position | None = None
         self._report: ResumeReport | None = None
         self.is_pending = True
@@ -212,6 +215,19 @@ class Resume:
                 remedy="Give the module its type where it is made, in its setup or configure_model, or by the Trainer's"
                 " precision, so that it has it when it is loaded",
             )
+
+    def note_loaded(self) -> None:
+        """Note the weights that Lightning has loaded, before anything else is called that may change them."""
+        is_later = self._trainer.strategy.restore_checkpoint_after_setup
+        if self.position is not None and self._loaded is None and not is_later:
+            self._loaded = LoadedWeights(self._trainer.lightning_module)
+
+    def _weights(self) -> dict[str, Any]:
+        """Read the weights once more, as they are after `prepare`."""
+        checkpoint, instead = load_path(self._path), (self._part or {}).get("instead") or {}
+        # Where there are averages, Lightning has them as the `state_dict`.
+        weights = checkpoint.get("current_model_state", checkpoint.get("state_dict", {}))
+        return {**weights, **instead.get("buffers", {})}
 
     def prune(self) -> None:
         """Prune what a hook of the user's had pruned, once the optimizers are loaded."""
@@ -332,6 +348,8 @@ class Resume:
         Raises:
             NotExactError: If `strict`, and a part of the state has nothing to go to.
         """
+        if self._loaded is not None:
+            self.admit(self._loaded.put_back(self._weights))
         if self._own_masks is not None:
             self._own_masks.load()
         missing = run_state.load_state_dict(self._state)
