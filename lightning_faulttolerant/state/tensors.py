@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Prime, so that rows of the usual widths don't fall on the same sums when they change places.
 _NUM_SUMS = 127
 _PLAIN = (Tensor, nn.Parameter)
+LAZY = "not made yet"
+"""What `kinds_of_buffers` says of a buffer whose shape follows from the first batch."""
 
 
 def shard_of(tensor: Any) -> Any:
@@ -83,18 +86,23 @@ def _non_persistent(module: nn.Module) -> Iterator[str]:
         yield from (f"{prefix}.{name}" if prefix else name for name in child._non_persistent_buffers_set)
 
 
-def kinds_of_buffers(module: nn.Module) -> dict[str, str]:
-    """Return type and shape of each buffer outside the ``state_dict`` by name, ``None`` of one not there yet."""
-    modules = dict(module.named_modules())
+def kinds_of_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, str]:
+    """Return type and shape of each buffer by name, ``None`` of one not there yet.
+
+    Args:
+        module: Searched with all its children.
+        persistent: Those in the ``state_dict``, rather than those outside it.
+    """
     found = {}
-    for name in _non_persistent(module):
-        prefix, _, own = name.rpartition(".")
-        found[name] = _kind(modules[prefix]._buffers.get(own))
+    for prefix, child in module.named_modules():
+        left_out, buffers = child._non_persistent_buffers_set, dict(child._buffers.items())  # of a scripted one no dict
+        for own in buffers.keys() - left_out if persistent else left_out:
+            found[f"{prefix}.{own}" if prefix else own] = _kind(buffers.get(own))
     return found
 
 
 def _kind(buffer: Any) -> str:
-    return "None" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+    return "None" if buffer is None else LAZY if is_lazy(buffer) else f"{buffer.dtype} {list(buffer.shape)}"
 
 
 def make_room(

@@ -15,6 +15,7 @@ from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.grown import GROWN, GrownBuffers
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.param_groups import GROUPS, ParamGroups
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
@@ -58,6 +59,7 @@ class Restoring:
         """The resume, if the fit goes on from a checkpoint."""
         self._param_groups: ParamGroups | None = None
         self._replaced: Replaced | None = None
+        self._grown: GrownBuffers | None = None
 
     def forget_checkpoint(self) -> str | None:
         """Give the memory of the checkpoint back, as large as the model and its optimizers; return its origin."""
@@ -68,10 +70,15 @@ class Restoring:
         return self._choice.origin
 
     def changes(self) -> dict[str, Any]:
-        """Return what training has changed of the optimizers and schedulers that the fit made at its start."""
+        """Return what training has changed of the optimizers, schedulers and buffers that the fit had at its start."""
         assert self._param_groups is not None
         assert self._replaced is not None
-        return {GROUPS: self._param_groups.state_dict(), REPLACED: self._replaced.state_dict()}
+        assert self._grown is not None
+        return {
+            GROUPS: self._param_groups.state_dict(),
+            REPLACED: self._replaced.state_dict(),
+            GROWN: self._grown.state_dict(),
+        }
 
     def wrap_resume_start(self, original: Method) -> Method:
         """Return what chooses the checkpoint, and begins the resume from it."""
@@ -82,6 +89,7 @@ class Restoring:
                     original(checkpoint_path, *args, **kwargs)
                 return
             self._has_started = True
+            self._grown = GrownBuffers(self._trainer.lightning_module)
             choice = self._choice = self._beginning.choose(checkpoint_path)
             self._loaders.share_seeds(self._beginning.ranks)
             load = partial(load_checkpoint, self._trainer, choice, partial(original, *args, **kwargs))
@@ -108,7 +116,12 @@ class Restoring:
         self._beginning.set_aside()
         if load is not None:
             load()
-        self.resume.prepare(compat.loaded_checkpoint(self._trainer))
+        loaded, part = compat.loaded_checkpoint(self._trainer), self._choice.part
+        self.resume.prepare(loaded)
+        if self.resume.position is not None and part is not None and "state_dict" in loaded:
+            assert self._grown is not None
+            captured = (part.get("instead") or {}).get("buffers", {})
+            self._grown.make_room(part.get(GROWN, {}), loaded["state_dict"], captured=captured)
 
     def wrap_restore_training_state(self, original: Method) -> Method:
         """Return what gives Lightning the checkpoint, again where a finder has used it up, and groups to load into."""

@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import FIRST_EPOCH, Cut, Net, NoisyDataset, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, Cut, Net, NoisyDataset, RaiseAt, assert_exact, assert_goes_on, each_cut, fit_net
 
 
 @each_cut
@@ -236,6 +236,26 @@ class TableNet(Net):
 def test_buffers_that_training_makes_and_grows() -> None:
     """Buffers outside the ``state_dict`` go on that the new process has in another shape still, or not at all."""
     assert_goes_on(FIRST_EPOCH, module=TableNet)
+
+
+class QueueNet(Net):
+    """Its loss depends on a queue that it makes in its first step and on a growing memory, both in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", None)
+        self.register_buffer("memory", torch.zeros(0, 4))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.queue = batch if self.queue is None else torch.cat([self.queue, batch])[-12:]
+        self.memory = torch.cat([self.memory, batch[:1]])
+        return super().training_step(batch + self.queue.mean() + self.memory.mean(), batch_idx)
+
+
+@pytest.mark.parametrize("fault", [KillAt(3), RaiseAt("on_train_epoch_start", 1)], ids=["kill", "exception"])
+def test_buffers_of_the_state_dict_that_training_makes_and_grows(fault: Callback) -> None:
+    """So do those of the ``state_dict``, which the module of the new process could not load."""
+    assert_exact(list, fault, module=QueueNet, options={"overhead_budget": 1.0})
 
 
 class FreezingNet(Net):

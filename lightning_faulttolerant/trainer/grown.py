@@ -1,0 +1,63 @@
+"""Buffers of the ``state_dict`` that training has made, or given another shape: a queue that is filled, a memory bank.
+
+The module that a new process makes has them as they were at the start, and would not load them. Those outside the
+``state_dict`` are in the state of each rank (`state.tensors.make_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers
+
+GROWN = "grown"
+
+_NOTHING = "nothing"
+
+
+@final
+class GrownBuffers:
+    """The persistent buffers of a module, compared with those that it had before a checkpoint was loaded.
+
+    Args:
+        module: Whose.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._first = kinds_of_buffers(self._module, persistent=True)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return what buffers that are others by now were at the start, by name."""
+        now = kinds_of_buffers(self._module, persistent=True)
+        names = {name for name in {*now, *self._first} if now.get(name) != self._first.get(name)}
+        return {name: self._first.get(name, _NOTHING) for name in sorted(names)}
+
+    def make_room(self, state: Mapping[str, str], weights: dict[str, Any], *, captured: Mapping[str, Any]) -> None:
+        """Let the module have buffers like those in `weights`, where they began as they do here.
+
+        Args:
+            state: What `state_dict` gave.
+            weights: What is to be loaded.
+            captured: All buffers as they were at a capture, if it is one that was saved.
+        """
+        modules = dict(self._module.named_modules())
+        for name, began in state.items():
+            prefix, _, own = name.rpartition(".")
+            owner = modules.get(prefix)
+            if owner is None or began == LAZY or self._first.get(name, _NOTHING) != began:
+                continue
+            if captured and name not in captured:  # training made it later
+                weights.pop(name, None)
+            value = weights.get(name)
+            if isinstance(value, Tensor) and (name in self._first or not hasattr(owner, own)):
+                near = (*owner.parameters(), *owner.buffers(), *self._module.parameters())
+                device = next((tensor.device for tensor in near), value.device)
+                owner.register_buffer(own, torch.empty_like(value, device=device))
+            elif name in self._first and name not in weights:
+                owner.register_buffer(own, None)
