@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 _NUM_SUMS = 127
 _PLAIN = (Tensor, nn.Parameter)
 LAZY = "not made yet"
-"""What `kinds_of_buffers` says of a buffer whose shape follows from the first batch."""
+"""Stands for the shape of a tensor that follows from the first batch, as in torch's lazy modules."""
 
 
 def shard_of(tensor: Any) -> Any:

@@ -16,12 +16,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.sampler_name import inner_sampler, sampler_name
+from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
 
@@ -84,7 +86,8 @@ def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> d
     """Return names and shapes of the parameters, as they are before any is pruned; only the names without shapes."""
     buffers = {name: None for name, _ in module.named_buffers() if name.endswith("_mask")}
     found = without_masks({**dict(module.named_parameters()), **buffers})
-    parameters = {name: list(value.shape) if has_shapes else None for name, value in found.items() if value is not None}
+    shapes = {name: LAZY if is_lazy(value) else list(value.shape) for name, value in found.items() if value is not None}
+    parameters = shapes if has_shapes else dict.fromkeys(shapes)
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 
@@ -142,7 +145,7 @@ def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in sorted({*saved, *now} - ({_SEED} - ({*saved} & {*now})), key=str):
             yield from differences(saved.get(key, "nothing"), now.get(key, "nothing"), f"{path}.{key}" if path else key)
-    elif saved != now and not (saved is not None and saved != saved and now != now):
+    elif saved != now and LAZY not in (saved, now) and not (saved is not None and saved != saved and now != now):
         yield f"{path}: {saved!r} when it was saved, {now!r} now"
 
 

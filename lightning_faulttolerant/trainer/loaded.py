@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_faulttolerant.state.tensors import kinds_of_buffers, sums_of_bits
 
@@ -58,4 +59,5 @@ class LoadedWeights:
     def _now(self) -> dict[str, Tensor]:
         left_out = kinds_of_buffers(self._module)
         buffers = {name: buffer for name, buffer in self._module.named_buffers() if name not in left_out}
-        return {**dict(self._module.named_parameters()), **buffers}
+        found = {**dict(self._module.named_parameters()), **buffers}
+        return {name: tensor for name, tensor in found.items() if not is_lazy(tensor)}

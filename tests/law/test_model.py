@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
-from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.runs import FIRST_EPOCH, Cut, Net, NoisyDataset, RaiseAt, assert_exact, assert_goes_on, each_cut, fit_net
 
 
@@ -350,35 +350,3 @@ def test_early_stopping(cut: Cut) -> None:
         min_epochs=3,
         max_epochs=6,
     )
-
-
-class StartsFromWeights(Net):
-    """Loads weights whenever it starts, and passes a batch through its norm when it makes its optimizer."""
-
-    def configure_optimizers(self) -> Any:
-        self.layers(torch.ones(4, 4))
-        return super().configure_optimizers()
-
-    def on_train_start(self) -> None:
-        self.layers[0].load_state_dict({"weight": torch.ones(8, 4), "bias": torch.zeros(8)})
-
-
-def test_hooks_at_the_start_that_change_weights() -> None:
-    """What they do to the weights is done once, as in the uninterrupted run: the restored ones are put back."""
-    assert_goes_on(FIRST_EPOCH, module=StartsFromWeights)
-
-
-class LoadsAnother(Net):
-    """Loads another weight than the file has, and sets it again at the start."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"]["layers.0.weight"] = checkpoint["state_dict"]["layers.0.weight"] * 2
-
-    def on_train_start(self) -> None:
-        self.layers[0].weight.data.fill_(1.0)
-
-
-def test_weights_that_cant_be_put_back_are_named() -> None:
-    """Where the file has other weights than were loaded, a hook that changes those is refused."""
-    with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight behind the load of the checkpoint"):
-        assert_goes_on(FIRST_EPOCH, module=LoadsAnother)

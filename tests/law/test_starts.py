@@ -1,0 +1,61 @@
+"""The law for what a fit does at its start, with the weights of a checkpoint that has been loaded by then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_faulttolerant.testing import KillAt, NotTheSame
+from tests.runs import FIRST_EPOCH, Net, assert_exact, assert_goes_on
+
+
+class StartsFromWeights(Net):
+    """Loads weights whenever it starts, and passes a batch through its norm when it makes its optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        self.layers(torch.ones(4, 4))
+        return super().configure_optimizers()
+
+    def on_train_start(self) -> None:
+        self.layers[0].load_state_dict({"weight": torch.ones(8, 4), "bias": torch.zeros(8)})
+
+
+def test_hooks_at_the_start_that_change_weights() -> None:
+    """What they do to the weights is done once, as in the uninterrupted run: the restored ones are put back."""
+    assert_goes_on(FIRST_EPOCH, module=StartsFromWeights)
+
+
+class LoadsAnother(Net):
+    """Loads another weight than the file has, and sets it again at the start."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["layers.0.weight"] = checkpoint["state_dict"]["layers.0.weight"] * 2
+
+    def on_train_start(self) -> None:
+        self.layers[0].weight.data.fill_(1.0)
+
+
+def test_weights_that_cant_be_put_back_are_named() -> None:
+    """Where the file has other weights than were loaded, a hook that changes those is refused."""
+    with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight behind the load of the checkpoint"):
+        assert_goes_on(FIRST_EPOCH, module=LoadsAnother)
+
+
+class LazyNet(Net):
+    """Learns its shapes from a first batch, where the optimizer is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(1))
+
+    def configure_optimizers(self) -> Any:
+        self.layers(torch.ones(4, 4))
+        return torch.optim.Adam(self.parameters())
+
+
+def test_lazy_modules() -> None:
+    """A module whose shapes are not known when it is loaded goes on, and once more."""
+    assert_exact(list, KillAt(3), KillAt(6), module=LazyNet)
