@@ -6,6 +6,7 @@ where the iteration that is under way was begun, and where the next one begins.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 from lightning_faulttolerant.streaming.ordering import Seeding
 
 _DEPTH = 3
+
+# Who follows loaders of a streaming data set: several loaders may have one object, which counts their epochs together.
+_followers: weakref.WeakKeyDictionary[StreamingDataset, weakref.WeakSet[StreamedEpochs]] = weakref.WeakKeyDictionary()
 
 
 def is_streaming_loader(loader: object) -> bool:
@@ -54,6 +58,9 @@ class StreamedEpochs:
         self.is_dealt = self._is_direct and self._is_flat(loader)
         """Whether what all ranks have consumed is the beginning of an order that any number of them can go on with."""
         self._begun: list[dict[str, Any]] = []
+        self._resumed: Sequence[Mapping[str, Any]] = ()
+        for stream in self._streams:
+            _followers.setdefault(stream, weakref.WeakSet()).add(self)
 
     def _is_flat(self, loader: DataLoader[Any]) -> bool:
         stream = self._streams[0]
@@ -72,7 +79,14 @@ class StreamedEpochs:
     def begin(self) -> None:
         """Note where the iteration begins that is being made now."""
         # A StreamingDataLoader has begun it already; under any other one its iterator does so when it is made.
+        if not self._is_told:
+            self.go_on()
         self._begun = [_place(s, *(s.book.place if self._is_told else s.book.next_place)) for s in self._streams]
+        self._resumed = ()
+
+    def go_on(self) -> None:
+        """Let the iteration that was loaded begin where it did, wherever a loader of the same data set has to begin."""
+        self._put(self._resumed)
 
     def take_back(self) -> None:
         """Let an iteration that was asked for, and is not made, be the next one again."""
@@ -93,9 +107,11 @@ class StreamedEpochs:
         """
         if not in_iteration or not self._begun:
             return [_place(stream, *stream.book.next_place) for stream in self._streams]
-        if self._is_direct:
-            [begun], (epoch, _) = self._begun, self._streams[0].book.next_place
-            if epoch not in (begun["epoch"], begun["epoch"] + 1):
+        for stream, begun in zip(self._streams, self._begun, strict=True):
+            # What holds a data set of its own may iterate over it as often as it likes.
+            is_counted = self._is_direct or len(_followers[stream]) > 1
+            epoch, _ = stream.book.next_place
+            if is_counted and epoch not in (begun["epoch"], begun["epoch"] + 1):
                 raise NotExactError(
                     f"Epoch {begun['epoch']} of a StreamingDataset is under way, and meanwhile somebody else has begun"
                     f" epoch {epoch - 1} of the same object. Which one comes next can't be restored. Give each loader"
@@ -103,8 +119,13 @@ class StreamedEpochs:
                 )
         return [dict(place) for place in self._begun]
 
-    def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterations begin there."""
+    def load_state_dict(self, state: Mapping[str, Any], *, in_iteration: bool) -> None:
+        """Let the next iterations begin where the loader's state says; with `in_iteration`, go on with one of its."""
+        places = state.get("streams", ())
+        self._resumed = places if in_iteration else ()
+        self._put(places)
+
+    def _put(self, places: Sequence[Mapping[str, Any]]) -> None:
         for stream, place in zip(self._streams, places, strict=False):
             seeding = Seeding(
                 seed=place["seed"], num_canonical_nodes=place["num_canonical_nodes"], initial_nodes=place["nodes"]

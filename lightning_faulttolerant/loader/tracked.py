@@ -172,7 +172,9 @@ class TrackedLoader:
 
     def ask(self) -> None:
         """Note that an iteration was asked for; it begins when it is made."""
-        self._is_asked = self._is_asked or self.is_followed()
+        if not self._is_asked and self.is_followed():
+            self._is_asked = True
+            self._streamed.go_on()
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make torch's iterator for a new iteration, resumed where `load_state_dict` said so.
@@ -361,9 +363,9 @@ class TrackedLoader:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
         self._unused_state = copy.deepcopy(dict(state_dict))
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
-        self._streamed.load_state_dict(state_dict.get("streams", ()))
-        self._foreign.load_state_dict(state_dict.get("foreign", {}))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
+        self._streamed.load_state_dict(state_dict, in_iteration=state_dict.get(DEAL, consumed) is not None)
+        self._foreign.load_state_dict(state_dict.get("foreign", {}))
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]

@@ -94,6 +94,25 @@ def test_a_state_at_the_end_of_an_epoch(data: str) -> None:
     assert_goes_on(cut, train=lambda: loader(data), validation=lambda: loader(data), max_epochs=3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one loader", "two loaders", "passed on by two data sets"])
+def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> None:
+    """Its epochs are trained and validated in turn, also by a run that goes on where one of them begins."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        dataset = Augmented(data, shuffle=True, batch_size=4)
+        loaders: dict[str, list[DataLoader[Any]]] = {
+            "one loader": [StreamingDataLoader(dataset, batch_size=4, num_workers=2)] * 2,
+            "two loaders": [DataLoader(dataset, batch_size=4, num_workers=num) for num in (2, 0)],
+            "passed on by two data sets": [DataLoader(Wrapped(dataset), batch_size=4) for _ in range(2)],
+        }
+        train, validation = loaders[way]
+        return fit_net(callbacks, directory, train=train, validation=validation, max_epochs=3)
+
+    costs = assert_resumes_exactly(fit, [KillAt(8), KillAt(5)], options={"every_n_train_steps": 1})
+    assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 5)]
+
+
 def test_two_ranks_go_on(data: str) -> None:
     """Each rank goes on in its own part, with its own augmentations."""
 
