@@ -19,6 +19,7 @@ from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state
 from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
@@ -181,6 +182,9 @@ class Loaders:
         known = self.trackers.get(place)
         if isinstance(known, TrackedLoader) and known.is_kept_for(loader):  # given again when loaders are reloaded
             return known, known.loader
+        for other, tracker in self.trackers.items():
+            if other != place and isinstance(tracker, TrackedLoader) and share_a_state(loader, tracker.user_loader):
+                self._refuse(place, f"its data set is that of {other} too, and it keeps one state for both")
         seeds = self._seeds_of(place, loader)
         tracker = TrackedLoader(loader, default_worker_init=default_worker_init(self._trainer), seeds=seeds)
         tracker.index_side.strict = self._strict

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.runs import Cut, NoisyCollate, assert_goes_on, each_cut, each_num_workers, fit_net
 
@@ -243,3 +244,12 @@ def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: P
     report = (tmp_path / "report.txt").read_text()
     assert report.startswith("Resumed NOT EXACTLY")
     assert report.count(f"CountingStream gives another sample {8 if num_workers else 20} than before") == 1
+
+
+def test_one_stream_with_a_state_for_training_and_validation_is_refused(tmp_path: Path) -> None:
+    """Both would move its one state, and neither could be put back; where only workers move copies, they share none."""
+    stream = StatefulStream()
+    train, validation = (DataLoader(stream, batch_size=4, num_workers=num_workers) for num_workers in (2, 0))
+    with pytest.raises(NotExactError, match=r"its data set is that of (validation|train)/0 too"):
+        fit_net([FaultTolerance()], tmp_path, train=train, validation=validation)
+    assert not share_a_state(train, train)
