@@ -361,7 +361,7 @@ class TrackedLoader:
         had_workers = state_dict.get("num_workers", self.num_workers)
         if had_workers != self.num_workers and self.can_be_resized:
             state_dict = with_other_workers(state_dict, self.index_side, self.loader)
-        self._unused_state = copy.deepcopy(dict(state_dict))
+        self._unused_state, self._plan = copy.deepcopy(dict(state_dict)), None
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._streamed.load_state_dict(state_dict, in_iteration=state_dict.get(DEAL, consumed) is not None)
