@@ -117,12 +117,11 @@ class StreamedEpochs:
                     f" epoch {epoch - 1} of the same object. Which one comes next can't be restored. Give each loader"
                     " a StreamingDataset of its own."
                 )
-        return [dict(place) for place in self._begun]
+        return [{**place, "is_begun": True} for place in self._begun]
 
-    def load_state_dict(self, state: Mapping[str, Any], *, in_iteration: bool) -> None:
-        """Let the next iterations begin where the loader's state says; with `in_iteration`, go on with one of its."""
-        places = state.get("streams", ())
-        self._resumed = places if in_iteration else ()
+    def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
+        """Let the next iterations begin there; one that had been begun goes on."""
+        self._resumed = [place for place in places if place.get("is_begun")]
         self._put(places)
 
     def _put(self, places: Sequence[Mapping[str, Any]]) -> None:

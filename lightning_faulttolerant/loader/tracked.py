@@ -364,7 +364,7 @@ class TrackedLoader:
         self._unused_state, self._plan = copy.deepcopy(dict(state_dict)), None
         self.index_side.load_own_progress(state_dict.get("samplers", ()))
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
-        self._streamed.load_state_dict(state_dict, in_iteration=state_dict.get(DEAL, consumed) is not None)
+        self._streamed.load_state_dict(state_dict.get("streams", ()))
         self._foreign.load_state_dict(state_dict.get("foreign", {}))
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:

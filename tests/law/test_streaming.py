@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -180,6 +181,24 @@ def test_another_number_of_workers_goes_on(data: str) -> None:
     order = StreamingDataLoader(StreamingDataset(data, shuffle=True), batch_size=4)
     for epoch in range(2):
         assert global_steps(done, epoch) == [sorted(batch["n"].tolist()) for batch in order]
+
+
+@pytest.mark.slow
+def test_other_ranks_go_on_with_a_data_set_that_is_shared(data: str) -> None:
+    """Where its epoch only starts, too: it is not the one of the validation that comes behind it."""
+    made: dict[int, Indexed] = {}
+
+    def run(*legs: Leg) -> list[list[list[int]]]:
+        plan = Plan(
+            options={"elastic": True},
+            make_dataset=lambda _: made.setdefault(os.getpid(), Indexed(data, shuffle=True)),
+            make_loader=lambda dataset, **arguments: StreamingDataLoader(dataset, **{**arguments, "shuffle": None}),
+        )
+        done = elastic_runs.run(plan, *legs)
+        return [global_steps(done, epoch) for epoch in range(2)]
+
+    alone = Leg(num_ranks=1, batch_size=4)
+    assert run(Leg(num_ranks=2, batch_size=2, kill=(1, 0)), alone) == run(alone)
 
 
 class Read(StreamingDataset):
