@@ -58,6 +58,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: a suite that runs out of time never comes to its summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nnot passed: {report.nodeid} ({report.duration:.0f} s)", file=sys.__stderr__, flush=True)
+
+
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the variables of the surroundings out of the tests."""
