@@ -73,11 +73,17 @@ def buffers_state(module: nn.Module, *, persistent: bool | None = None) -> dict[
         module: Searched with all its children.
         persistent: Only those that are (or are not) in the ``state_dict``; ``None`` for all.
     """
-    buffers = dict(module.named_buffers())
-    if persistent is not None:
-        left_out = set(_non_persistent(module))
-        buffers = {name: b for name, b in buffers.items() if (name not in left_out) == persistent}
+    buffers = buffers_of(module, persistent=persistent)
     return {name: shard_of(buffer).detach().clone() for name, buffer in buffers.items()}
+
+
+def buffers_of(module: nn.Module, *, persistent: bool | None = None) -> dict[str, Tensor]:
+    """Return the module's buffers themselves by name; the arguments are those of `buffers_state`."""
+    buffers = dict(module.named_buffers())
+    if persistent is None:
+        return buffers
+    left_out = set(_non_persistent(module))
+    return {name: buffer for name, buffer in buffers.items() if (name not in left_out) == persistent}
 
 
 def _non_persistent(module: nn.Module) -> Iterator[str]:
@@ -123,9 +129,13 @@ def make_room(
         if owner is None or now.get(name) == _kind(value) or began.get(name) != here.get(name):
             continue
         if name in now or not hasattr(owner, own):
-            near = (*owner.parameters(), *owner.buffers(), *module.parameters())
-            device = next((tensor.device for tensor in near), value.device)
-            owner.register_buffer(own, torch.empty_like(value, device=device), persistent=False)
+            owner.register_buffer(own, room_for(value, owner, module), persistent=False)
+
+
+def room_for(value: Tensor, owner: nn.Module, module: nn.Module) -> Tensor:
+    """Return a tensor that `value` can be loaded into, on the device of the part of `module` that is to own it."""
+    near = (*owner.parameters(), *owner.buffers(), *module.parameters())
+    return torch.empty_like(value, device=next((tensor.device for tensor in near), value.device))
 
 
 @torch.no_grad()

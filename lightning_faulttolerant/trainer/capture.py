@@ -34,7 +34,7 @@ from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_s
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
-from lightning_faulttolerant.trainer.param_groups import held_by
+from lightning_faulttolerant.trainer.param_groups import held_by_groups
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
@@ -78,7 +78,7 @@ class Capture:
 
     def is_current(self, trainer: Trainer) -> bool:
         """Return whether parameters and optimizer states are still those of the capture."""
-        if self.held != [held_by(optimizer) for optimizer in trainer.optimizers]:
+        if self.held != held_by_groups(trainer):
             return False  # something was unfrozen
         return self.marks.unmoved(moving_tensors(trainer))
 
@@ -195,7 +195,7 @@ class RunState:
             callbacks=copy.deepcopy({key: state for key, state in states.items() if state}),
             schedulers=[copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
             param_groups=[_param_groups(optimizer) for optimizer in trainer.optimizers],
-            held=[held_by(optimizer) for optimizer in trainer.optimizers],
+            held=held_by_groups(trainer),
             precision=copy.deepcopy(trainer.precision_plugin.state_dict()),
             buffers=buffers_state(trainer.lightning_module),
             extra=extra_state(trainer.lightning_module),

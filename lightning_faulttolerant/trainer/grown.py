@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers
+from lightning_faulttolerant.state.tensors import LAZY, kinds_of_buffers, room_for
 
 GROWN = "grown"
 
@@ -56,8 +55,6 @@ class GrownBuffers:
                 weights.pop(name, None)
             value = weights.get(name)
             if isinstance(value, Tensor) and (name in self._first or not hasattr(owner, own)):
-                near = (*owner.parameters(), *owner.buffers(), *self._module.parameters())
-                device = next((tensor.device for tensor in near), value.device)
-                owner.register_buffer(own, torch.empty_like(value, device=device))
+                owner.register_buffer(own, room_for(value, owner, self._module))
             elif name in self._first and name not in weights:
                 owner.register_buffer(own, None)

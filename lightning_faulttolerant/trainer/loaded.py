@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_faulttolerant.state.tensors import kinds_of_buffers, sums_of_bits
+from lightning_faulttolerant.state.tensors import buffers_of, sums_of_bits
 
 
 @final
@@ -57,7 +57,5 @@ class LoadedWeights:
         return reasons
 
     def _now(self) -> dict[str, Tensor]:
-        left_out = kinds_of_buffers(self._module)
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name not in left_out}
-        found = {**dict(self._module.named_parameters()), **buffers}
+        found = {**dict(self._module.named_parameters()), **buffers_of(self._module, persistent=True)}
         return {name: tensor for name, tensor in found.items() if not is_lazy(tensor)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import final
 
 from lightning.pytorch import Trainer
-from torch.optim import Optimizer
 
 from lightning_faulttolerant.errors import NotExactError
 
@@ -29,11 +28,11 @@ class ParamGroups:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._first = [held_by(optimizer) for optimizer in trainer.optimizers]
+        self._first = held_by_groups(trainer)
 
     def state_dict(self) -> NamesOfGroups | None:
         """Return the parameters of all groups, or ``None`` while all are as they were made."""
-        if [held_by(optimizer) for optimizer in self._trainer.optimizers] == self._first:
+        if held_by_groups(self._trainer) == self._first:
             return None
         return self._names()
 
@@ -51,10 +50,11 @@ class ParamGroups:
         ):
             if groups == now:  # a callback has done it, as Lightning's BaseFinetuning does
                 continue
-            for name in (name for group in groups for name in group if name not in parameters):
+            unknown = [name for group in groups for name in group if name not in parameters]
+            if unknown:
                 raise NotExactError(
                     f"Optimizer {number} ({type(optimizer).__name__}) can't be restored: while training, it was given"
-                    f" {name or 'a tensor'}, which is no parameter of the module. Make it one, or give it to the"
+                    f" {unknown[0] or 'a tensor'}, which is no parameter of the module. Make it one, or give it to the"
                     " optimizer in configure_optimizers."
                 )
             del optimizer.param_groups[len(groups) :]
@@ -65,9 +65,11 @@ class ParamGroups:
 
     def _names(self) -> NamesOfGroups:
         names = {id(parameter): name for name, parameter in self._trainer.lightning_module.named_parameters()}
-        return [[[names.get(held, "") for held in group] for group in held_by(one)] for one in self._trainer.optimizers]
+        held = held_by_groups(self._trainer)
+        return [[[names.get(parameter, "") for parameter in group] for group in groups] for groups in held]
 
 
-def held_by(optimizer: Optimizer) -> list[list[int]]:
-    """Return of each group the parameters by their identity."""
-    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+def held_by_groups(trainer: Trainer) -> list[list[list[int]]]:
+    """Return of each optimizer, of each of its groups, the parameters by their identity."""
+    groups = (optimizer.param_groups for optimizer in trainer.optimizers)
+    return [[[id(parameter) for parameter in group["params"]] for group in of_one] for of_one in groups]

@@ -193,8 +193,8 @@ class Resume:
             self._callback_states = checkpoint["callbacks"]
         checkpoint.update(self._state.get(LIGHTNINGS, {}))
         if "state_dict" in checkpoint:
-            here = dict(self._trainer.lightning_module.named_buffers())
-            here.update(self._trainer.lightning_module.named_parameters())
+            module = self._trainer.lightning_module
+            here = {**dict(module.named_buffers()), **dict(module.named_parameters())}
             self._own_masks = OwnMasks(self._trainer, checkpoint["state_dict"])
             checkpoint["state_dict"] = without_masks(checkpoint["state_dict"], here=here)
             self._keep_all_bits(checkpoint["state_dict"])

@@ -58,31 +58,27 @@ class OwnMasks:
     """
 
     def __init__(self, trainer: Trainer, weights: Mapping[str, Any]) -> None:
-        self._modules = dict(trainer.lightning_module.named_modules())
+        modules = dict(trainer.lightning_module.named_modules())
         pruning = (callback for callback in compat.callbacks(trainer) if isinstance(callback, ModelPruning))
         others = {(id(module), name) for callback in pruning for module, name in pruned_parameters(callback)}
-        found = {name: weights[name + _MASK] for name in _pruned(weights)}
-        self._masks = {
-            key: mask for key, mask in found.items() if (id(self._place(key)[0]), self._place(key)[1]) not in others
-        }
+        self._masks: list[tuple[nn.Module, str, Tensor]] = []
+        for key in _pruned(weights):
+            prefix, _, name = key.rpartition(".")
+            module = modules.get(prefix)
+            if module is not None and (id(module), name) not in others:
+                self._masks.append((module, name, weights[key + _MASK]))
 
     def apply(self) -> None:
         """Prune by them, behind the load of the optimizers, which keep the parameters that they have."""
-        for key, mask in self._masks.items():
-            module, name = self._place(key)
-            if module is not None and not hasattr(module, name + _MASK):
+        for module, name, mask in self._masks:
+            if not hasattr(module, name + _MASK):
                 prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
         """Put them back where a hook at the start has drawn others."""
-        for key, mask in self._masks.items():
-            module, name = self._place(key)
-            if module is not None and hasattr(module, name + _MASK):
+        for module, name, mask in self._masks:
+            if hasattr(module, name + _MASK):
                 getattr(module, name + _MASK).copy_(mask)
-
-    def _place(self, key: str) -> tuple[nn.Module | None, str]:
-        prefix, _, name = key.rpartition(".")
-        return self._modules.get(prefix), name
 
 
 def shown_state(module: nn.Module) -> dict[str, Tensor]:
