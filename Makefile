@@ -8,20 +8,31 @@ SHELL := bash
 # The first of these that is Python >= 3.10 makes the environments; `make test PYTHON=python3.12` chooses one.
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 EXTRAS := dev,demo
-# A number of processes, not `auto`: the tests start workers and whole training runs of their own.
-JOBS ?= 2
-# More arguments for pytest: make test PYTEST_ARGS="-k rng -x"
+# How many files of tests run at a time: one more than the cores of the CI, since some tests wait.
+JOBS ?= 3
+# More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
+SUITE = python -m tests.harness.run -q -j $(JOBS)
 
 BIN := .venv/bin
 BUILD := .venv-build/installed.stamp
 DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
-# What pip installs is not compiled (--no-compile): that takes longer than to install it, and most is never imported.
+# uv installs in seconds what takes pip minutes. It does not read pip's settings, so the Makefile passes them on.
+UV := .venv-uv/bin/uv
+export UV_CACHE_DIR := $(CURDIR)/.venv-uv/cache
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without it, each process would compile again all that it imports: 15 s for torch and Lightning.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment demo bench docs docs-live dist browser try-browser test test-all test-slow slow oldest lint types format clean
+.PHONY: help environment demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,16 +56,19 @@ dist: $(BUILD) .venv-dist/torch.stamp  ## build wheel and sdist into dist/, look
 	rm -rf dist
 	.venv-build/bin/python -m build --no-isolation --outdir dist . >/dev/null
 	.venv-build/bin/python tests/release/contents.py dist
-	.venv-dist/bin/python -m pip uninstall -qq --yes lightning-faulttolerant
-	.venv-dist/bin/python -m pip install -qq --no-compile --constraint requirements/newest.txt dist/*.whl
+	$(UV) pip uninstall --quiet --python .venv-dist lightning-faulttolerant
+	$(UV) pip install --quiet --python .venv-dist --constraint requirements/newest.txt dist/*.whl
 	cd "$$(mktemp -d)" && "$(CURDIR)/.venv-dist/bin/python" -I "$(CURDIR)/tests/release/smoke.py"
 
 browser:  ## install Chromium and its driver (Debian, Ubuntu; needs root), in which tests open the pages of reports
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; }
 
-test: lint types  ## what has to pass before a commit: lint, types, the fast tests
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+test: checks  ## what has to pass before a commit: lint, types, the fast tests
+	$(BIN)/$(SUITE) -m "not slow" $(PYTEST_ARGS)
+
+quick: checks  ## in a minute: lint, types, one case of each file of laws
+	$(BIN)/$(SUITE) -m "not slow" --one-of-each-law tests/law $(PYTEST_ARGS)
 
 test-all: test test-slow  ## everything: test, then test-slow
 
@@ -63,13 +77,19 @@ test-slow: try-browser slow oldest docs dist  ## what test-all adds: slow tests,
 try-browser:
 	@$(MAKE) --no-print-directory browser || echo "No browser can be installed here: pages are not opened in one." >&2
 
-slow: $(NEWEST)
-	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+slow: compiled
+	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
 # Without the parts of the package that know nothing of Lightning: `make test` has tried them beside the same torch.
 oldest: $(OLDEST)
-	.venv-oldest/bin/python -m pytest -n $(JOBS) -m "not slow" -o cache_dir=.pytest_cache/oldest \
-		$(addprefix --ignore=tests/,checkpoint records state streaming) $(PYTEST_ARGS)
+	.venv-oldest/bin/$(SUITE) -m "not slow" $(addprefix --ignore=tests/,checkpoint records state streaming) $(PYTEST_ARGS)
+
+checks: $(NEWEST)
+	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled
+
+# The bytecode of what all processes import, so that they don't compile it side by side.
+compiled: $(NEWEST)
+	@$(BIN)/python -c "import tests.harness.run"
 
 lint: $(NEWEST)  ## ruff: rules and format
 	$(BIN)/ruff check
@@ -83,27 +103,27 @@ format: $(NEWEST)  ## let ruff format, and mend what it can
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environments and all that was built or cached
-	rm -rf .venv .venv-build .venv-dist .venv-docs .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/torch.stamp: requirements/newest.txt
+.venv/torch.stamp: requirements/newest.txt | $(UV)
 	$(make_environment)
 
-.venv-oldest/torch.stamp: requirements/oldest.txt
+.venv-oldest/torch.stamp: requirements/oldest.txt | $(UV)
 	$(make_environment)
 
-.venv-dist/torch.stamp: requirements/newest.txt
+.venv-dist/torch.stamp: requirements/newest.txt | $(UV)
 	$(make_environment)
 
 # Without torch: the build does not need it, and the reference of the documentation is read from the sources.
-$(BUILD): requirements/dist.txt
+$(BUILD): requirements/dist.txt | $(UV)
 	$(make_environment)
-	$(@D)/bin/python -m pip install -qq --no-compile --requirement $<
+	$(UV) pip install --quiet --python $(@D) --requirement $<
 	touch $@
 
-$(DOCS): requirements/docs.txt
+$(DOCS): requirements/docs.txt | $(UV)
 	$(make_environment)
-	$(@D)/bin/python -m pip install -qq --no-compile --requirement $<
+	$(UV) pip install --quiet --python $(@D) --requirement $<
 	touch $@
 
 $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
@@ -112,28 +132,38 @@ $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 $(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/oldest.txt)
 
-# An empty environment with torch, which goes in first and alone: see requirements/. A name that pyenv offers without
-# an interpreter behind it, or a Python that a distribution ships without venv, is passed over.
-define make_environment
-	@python=""; \
-	for candidate in $(PYTHON); do \
-		if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
-			python=$$candidate; break; \
-		fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-		echo "No Python >= 3.10 with the venv module found (tried: $(PYTHON))." >&2; \
-		echo "Install one (on Debian and Ubuntu: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python" >&2; \
-		exit 1; \
+$(UV):
+	@$(find_python); \
+	$$python -m venv --clear .venv-uv
+	.venv-uv/bin/python -m pip install -qq --no-compile uv
+
+# Sets $python. A name that pyenv offers without an interpreter behind it, or a Python that a distribution ships without
+# venv, is passed over.
+define find_python
+python=""; \
+for candidate in $(PYTHON); do \
+	if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+		python=$$candidate; break; \
 	fi; \
+done; \
+if [ -z "$$python" ]; then \
+	echo "No Python >= 3.10 with the venv module found (tried: $(PYTHON))." >&2; \
+	echo "Install one (on Debian and Ubuntu: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python" >&2; \
+	exit 1; \
+fi
+endef
+
+# An empty environment with torch, which goes in first and alone: see requirements/.
+define make_environment
+	@$(find_python); \
 	echo "$(@D): $$($$python --version) ($$python)"; \
-	$$python -m venv --clear $(@D)
-	torch="$$(grep '^torch==' $< || true)"; [ -z "$$torch" ] || $(@D)/bin/python -m pip install -qq --no-compile "$$torch"
+	$(UV) venv --quiet --clear --python "$$(command -v $$python)" $(@D)
+	torch="$$(grep '^torch==' $< || true)"; [ -z "$$torch" ] || $(UV) pip install --quiet --python $(@D) "$$torch"
 	touch $@
 endef
 
 define install_package
-	$(@D)/bin/python -m pip install -qq --no-compile --constraint $(1) --editable ".[$(EXTRAS)]"
-	$(@D)/bin/python -m pip install -qq --no-compile --no-deps --requirement requirements/originals.txt
+	$(UV) pip install --quiet --python $(@D) --constraint $(1) --editable ".[$(EXTRAS)]"
+	$(UV) pip install --quiet --python $(@D) --no-deps --requirement requirements/originals.txt
 	touch $@
 endef

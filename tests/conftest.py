@@ -13,6 +13,9 @@ import hypothesis
 import pytest
 import torch
 
+from tests.harness import durations
+from tests.harness.s3 import shared_endpoint
+from tests.harness.shared_runs import SharedRuns, share
 from tests.s3 import CREDENTIALS, client, s3_server
 
 torch.set_num_threads(1)
@@ -23,11 +26,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what 
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
+_LAWS = "tests/law/"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `make quick` passes."""
+    parser.addoption(
+        "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let fast tests fail that take too long."""
+    config.pluginmanager.register(durations)
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" is looked at
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the laws: they fork most, and a fork takes the longer the more memory other tests have left in use."""
-    items.sort(key=lambda item: not _is_law(item))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow ones among the cases of each law; keep one of them all if that is asked for."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if _is_law(item) and item.get_closest_marker("slow") is None:
@@ -36,10 +52,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(same):
             if _is_slow(number, len(same)):
                 item.add_marker(pytest.mark.slow)
+    if config.getoption("--one-of-each-law"):
+        shortest = durations.shortest_tests()
+        fast = [item for item in reversed(items) if _is_law(item) and item.get_closest_marker("slow") is None]
+        fast.sort(key=lambda item: item.nodeid in shortest)  # the last one of each file is kept
+        items[:] = {item.nodeid.partition("::")[0]: item for item in fast}.values()
 
 
 def _is_law(item: pytest.Item) -> bool:
-    return item.nodeid.startswith("tests/law/")
+    return item.nodeid.startswith(_LAWS)
 
 
 def _is_slow(number: int, count: int) -> bool:
@@ -58,22 +79,29 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name what fails at once: a suite that runs out of time never comes to its summary."""
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nnot passed: {report.nodeid} ({report.duration:.0f} s)", file=sys.__stderr__, flush=True)
+@pytest.fixture(scope="session")
+def _shared_runs() -> Iterator[SharedRuns]:
+    """Let cases share the runs that nobody interrupts."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield share(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the variables of the surroundings out of the tests."""
+def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Keep the variables of the surroundings out of the tests, and what one test has replaced out of shared runs."""
     for name in [name for name in os.environ if name.startswith(("PL_", "SLURM_"))]:
         monkeypatch.delenv(name)
+    if _is_law(request.node):
+        request.getfixturevalue("_shared_runs").is_patched = lambda: bool(monkeypatch._setattr)
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 API on localhost."""
+    shared = shared_endpoint()
+    if shared is not None:
+        yield shared
+        return
     with s3_server() as endpoint:
         yield endpoint
 

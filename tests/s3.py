@@ -22,18 +22,31 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing
 @contextlib.contextmanager
 def s3_server(**environment: str) -> Iterator[str]:
     """Run moto's server, and give its address."""
-    port = free_port()
-    with subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
-        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE), **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as server:
+    server, endpoint = start_server(**environment)
+    with server:
         try:
-            _wait_for(port)
-            yield f"http://{HOST}:{port}"
+            yield endpoint
         finally:
             server.kill()
+
+
+def start_server(**environment: str) -> tuple[subprocess.Popen[bytes], str]:
+    """Start moto's server; return it with its address."""
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)],
+        env={**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE), **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait_for(port)
+    except BaseException:
+        server.kill()
+        raise
+    return server, f"http://{HOST}:{port}"
 
 
 def free_port() -> int:

@@ -116,10 +116,10 @@ def assert_resumes_exactly(
 
 def _uninterrupted(runs: Runs, *, with_callback: bool) -> list[list[Event]]:
     """Return what each rank does in a run that nobody interrupts; the callback must change nothing of it."""
-    reference = runs.start("uninterrupted", [], seed=_SEED, with_callback=with_callback)
+    reference = runs.uninterrupted("uninterrupted", with_callback=with_callback)
     if reference.exit_code != 0:
         raise NotTheSame(f"The uninterrupted run ended with exit code {reference.exit_code}.\n{reference.output}")
-    transparent = runs.start("with-callback", [], seed=_SEED, with_callback=True)
+    transparent = runs.uninterrupted("with-callback", with_callback=True)
     if transparent.exit_code != 0:
         raise NotTheSame(f"With the callback it ended with exit code {transparent.exit_code}.\n{transparent.output}")
     expected = [trace.events for trace in reference.traces]
@@ -141,12 +141,19 @@ class Runs:
     def __init__(
         self, fit: Fit, root: Path, options: dict[str, Any], timeout_seconds: float, *, num_ranks: int = 1
     ) -> None:
-        self._fit = fit
+        self.fit = fit
+        self.options = options
+        self.num_ranks = num_ranks
         self._root = root
-        self._options = options
         self._timeout_seconds = timeout_seconds
-        self._num_ranks = num_ranks
         self._num_started = 0
+
+    def uninterrupted(self, name: str, *, with_callback: bool) -> Outcome:
+        """Run `fit` in the new directory `name`, with nothing that interrupts it, and wait for its end.
+
+        What it does depends on nothing but `fit`, `num_ranks`, and, with the callback, its `options`.
+        """
+        return self.start(name, [], seed=_SEED, with_callback=with_callback)
 
     def start(
         self, name: str, faults: Sequence[Any], *, seed: int, with_callback: bool, options: Mapping[str, Any] = {}
@@ -155,10 +162,10 @@ class Runs:
         self._num_started += 1
         directory = self._root / name
         directory.mkdir(exist_ok=True)
-        ranks = range(self._num_ranks)
+        ranks = range(self.num_ranks)
         paths = [self._root / f"{name}-{self._num_started}-rank-{rank}.jsonl" for rank in ranks]
         outputs = [path.with_suffix(".txt") for path in paths]
-        kept = {**self._options, **options} if with_callback else None
+        kept = {**self.options, **options} if with_callback else None
         try:
             exit_code = run_ranks(
                 lambda rank: self._run(paths[rank], directory, faults, kept),
@@ -177,11 +184,11 @@ class Runs:
     def _run(self, path: Path, directory: Path, faults: Sequence[Any], options: dict[str, Any] | None) -> None:
         recorder = Recorder(path)
         callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
-        trainer = self._fit([*callbacks, recorder, *faults], directory)
-        if self._num_ranks > 1 and trainer.world_size != self._num_ranks:
+        trainer = self.fit([*callbacks, recorder, *faults], directory)
+        if self.num_ranks > 1 and trainer.world_size != self.num_ranks:
             raise ValueError(
-                f"The Trainer that `fit` made has {trainer.world_size} ranks, and num_ranks is {self._num_ranks}: the"
-                f' processes would not train together. Give it devices={self._num_ranks}, strategy="ddp".'
+                f"The Trainer that `fit` made has {trainer.world_size} ranks, and num_ranks is {self.num_ranks}: the"
+                f' processes would not train together. Give it devices={self.num_ranks}, strategy="ddp".'
             )
         record_end(recorder, trainer, _next_draws())
 

@@ -1,0 +1,154 @@
+"""How long tests take: the suite begins with the longest files, and fast tests stay fast.
+
+`tests/durations.json` has the seconds of each file's fast and slow tests, as they were last recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+RECORDED = Path(__file__).parent.parent / "durations.json"
+LIMIT_SECONDS = 10.0
+"""A fast test that takes longer fails, unless its mark gives the reason: ``@pytest.mark.takes_long("why")``."""
+_TRAINING_SECONDS = 0.5
+_PRESSURE = Path("/proc/pressure/cpu")
+
+
+@dataclass(kw_only=True, slots=True)
+class Report:
+    """What became of the tests of a file, and how long they took."""
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    not_passed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    shortest: str = ""
+    """The test that took least, of those that took long enough to have run a training."""
+    shortest_seconds: float = float("inf")
+
+
+class Reporter:
+    """A plugin that adds up a `Report`, and writes it to a file at the end.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._report = Report()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one phase of a test."""
+        self._report.seconds += report.duration
+        outcome = report.outcome if report.when == "call" or report.outcome != "failed" else "error"
+        if hasattr(report, "wasxfail"):
+            outcome = "xfailed" if report.skipped else "xpassed"
+        if report.when == "call" or outcome in ("skipped", "error"):
+            self._count(outcome)
+        if report.failed:
+            self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s)")
+        if (
+            report.when == "call"
+            and report.passed
+            and _TRAINING_SECONDS < report.duration < self._report.shortest_seconds
+        ):
+            self._report.shortest, self._report.shortest_seconds = report.nodeid, report.duration
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that can't be imported."""
+        if report.failed:
+            self._count("error")
+            self._report.not_passed.append(report.nodeid)
+
+    def _count(self, outcome: str) -> None:
+        self._report.outcomes[outcome] = self._report.outcomes.get(outcome, 0) + 1
+
+    def pytest_sessionfinish(self) -> None:
+        """Write."""
+        self._path.write_text(json.dumps(asdict(self._report)))
+
+
+def longest_first(files: Iterable[str], kind: str) -> list[str]:
+    """Sort files by how long their tests of this kind took; one that was never recorded is the very first."""
+    recorded = _recorded()
+    return sorted(files, key=lambda file: (-recorded.get(file, {kind: 1e6}).get(kind, 0.0), file))
+
+
+def record(reports: Mapping[str, Report], kind: str) -> None:
+    """Write down how long the tests of this kind took, beside what is known of other files."""
+    recorded = {file: kinds for file, kinds in _recorded().items() if (RECORDED.parent.parent / file).exists()}
+    for file, report in reports.items():
+        of_file = recorded.setdefault(file, {})
+        of_file[kind] = round(report.seconds, 1)
+        if kind == "fast" and report.shortest:
+            of_file["shortest"] = report.shortest
+    RECORDED.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+
+
+class CalmSeconds:
+    """Counts the seconds in which nothing on this machine waited for a processor: a busy machine is no failure.
+
+    Args:
+        pressure: Where the kernel tells for how long something waited.
+    """
+
+    def __init__(self, pressure: Path | None = None) -> None:
+        self._pressure = pressure or _PRESSURE
+        self._began, self._waited = perf_counter(), self._seconds_waited()
+
+    def __call__(self) -> float:
+        """Return how many there were so far."""
+        return perf_counter() - self._began - (self._seconds_waited() - self._waited)
+
+    def _seconds_waited(self) -> float:
+        """Return for how long something waited since the machine began; 0 where the kernel can't tell."""
+        try:
+            return int(self._pressure.read_text().split("\n")[0].rpartition("total=")[2]) / 1e6
+        except (OSError, ValueError):
+            return 0.0
+
+
+_CALM = pytest.StashKey[CalmSeconds]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Begin to count."""
+    item.stash[_CALM] = CalmSeconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Let a fast test fail that takes too long."""
+    report = yield
+    seconds = item.stash[_CALM]()
+    if call.when == "call" and report.passed and seconds > LIMIT_SECONDS and not _may_take_long(item):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"It took {seconds:.0f} s, and a fast test may take {LIMIT_SECONDS:.0f}. Make it faster, mark it as slow,"
+            ' or give the reason: @pytest.mark.takes_long("why").'
+        )
+    return report
+
+
+def _may_take_long(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("takes_long")
+    return item.get_closest_marker("slow") is not None or (mark is not None and bool(mark.args))
+
+
+def shortest_tests() -> set[str]:
+    """Return of each file the test that was the shortest when it was last recorded."""
+    return {kinds["shortest"] for kinds in _recorded().values() if "shortest" in kinds}
+
+
+def _recorded() -> dict[str, dict[str, Any]]:
+    recorded: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    return recorded

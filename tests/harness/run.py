@@ -1,0 +1,254 @@
+"""Runs the suite: ``python -m tests.harness.run -j 2 -m "not slow"``; arguments are pytest's.
+
+Each file of tests runs in a process of its own, forked from this one, which has imported torch, Lightning, and the
+package, and nothing of the tests. What the laws fork is thus small: with all tests in memory a run takes half as long
+again. Long files come first (`tests/durations.json`), so that no process is left with one at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness import durations, places, s3, warm
+
+ROOT = Path(__file__).parent.parent.parent
+_NO_TESTS = 5  # pytest's exit code
+_PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
+_IMPORTED = (
+    *_PLUGINS,
+    "hypothesis.strategies",
+    "lightning_faulttolerant.cli",
+    "lightning_faulttolerant.samplers",
+    "lightning_faulttolerant.streaming",
+    "lightning_faulttolerant.testing.exactness",
+)
+_KINDS = ("failed", "passed", "skipped", "xfailed", "xpassed", "error")
+
+
+@dataclass(kw_only=True, slots=True)
+class FileRun:
+    """The process that runs a file.
+
+    Args:
+        file: Relative to `ROOT`, with the places in it that were asked for.
+        directory: For all that it leaves: its report, what it prints, and its temporary files.
+    """
+
+    file: str
+    arguments: list[str]
+    directory: Path
+    process_id: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def start(self, options: list[str]) -> None:
+        """Fork it."""
+        self.directory.mkdir()
+        self.process_id = os.fork()
+        if self.process_id == 0:
+            code = 1
+            try:
+                code = _run_here(self, options)
+            except BaseException:  # noqa: BLE001 - it is told by the process that waits
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        path = self.directory / "output.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def report(self) -> durations.Report | None:
+        """What became of its tests; ``None`` if it did not come to its end."""
+        path = self.directory / "report.json"
+        return durations.Report(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _run_here(run: FileRun, options: list[str]) -> int:
+    """Run a file in this process, which was forked for it, and return pytest's exit code."""
+    os.setpgid(0, 0)
+    descriptor = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, descriptor), (2, descriptor)):
+        os.dup2(source, target)
+    sys.stdin = open(0)  # noqa: SIM115 - until the end
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1)  # noqa: SIM115 - until the end
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1)  # noqa: SIM115 - until the end
+    reporter = durations.Reporter(run.directory / "report.json")
+    arguments = [f"--basetemp={run.directory / 'tmp'}", "-p", "no:cacheprovider", *options, *run.arguments]
+    try:
+        return int(pytest.main(arguments, plugins=[reporter, *(importlib.import_module(name) for name in _PLUGINS)]))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+class Suite:
+    """All files that were asked for, some of them at a time.
+
+    Args:
+        num_jobs: How many.
+        options: pytest's, for each file.
+        directory: Where its processes leave what they leave.
+    """
+
+    def __init__(self, *, num_jobs: int, options: list[str], directory: Path) -> None:
+        self._num_jobs = num_jobs
+        self._options = options
+        self._directory = directory
+        self._running: list[FileRun] = []
+        self.reports: dict[str, durations.Report] = {}
+        self.failures: list[str] = []
+        """The files that failed, with all that they printed."""
+
+    def run(self, files: dict[str, list[str]]) -> None:
+        """Run them in this order."""
+        try:
+            for number, (file, arguments) in enumerate(files.items()):
+                while len(self._running) == self._num_jobs:
+                    self._wait()
+                run = FileRun(file=file, arguments=arguments, directory=self._directory / str(number))
+                run.start(self._options)
+                self._running.append(run)
+            while self._running:
+                self._wait()
+        finally:
+            for run in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.process_id, signal.SIGKILL)
+
+    def _wait(self) -> None:
+        process_id, status = os.wait()
+        for run in [run for run in self._running if run.process_id == process_id]:
+            self._running.remove(run)
+            self._note(run, os.waitstatus_to_exitcode(status))
+            shutil.rmtree(run.directory, ignore_errors=True)
+
+    def _note(self, run: FileRun, exit_code: int) -> None:
+        report, seconds = run.report, time.monotonic() - run.began
+        if report is None and exit_code not in (0, _NO_TESTS):
+            print(f"{run.file}: ended with exit code {exit_code}, after {seconds:.0f} s", flush=True)
+            self.failures.append(run.output)
+            self.reports[run.file] = durations.Report(outcomes={"error": 1}, seconds=seconds)
+            return
+        if report is None or not report.outcomes:
+            return
+        self.reports[run.file] = report
+        print(f"{run.file}: {told(report.outcomes)} in {seconds:.1f} s", flush=True)
+        if exit_code not in (0, _NO_TESTS):
+            print("".join(f"    not passed: {nodeid}\n" for nodeid in report.not_passed), end="", flush=True)
+            self.failures.append(run.output)
+
+
+def told(outcomes: dict[str, int]) -> str:
+    """Return numbers of tests as pytest tells them."""
+    names = {"error": "errors"}
+    counts = [f"{outcomes[kind]} {names.get(kind, kind)}" for kind in _KINDS if outcomes.get(kind)]
+    return ", ".join(counts) or "no tests ran"
+
+
+def find_files(paths: list[str]) -> dict[str, list[str]]:
+    """Return the files of tests below these paths, with the arguments that name what is to run in each."""
+    files: dict[str, list[str]] = {}
+    for argument in paths or ["tests"]:
+        path = ROOT / argument.partition("::")[0]
+        if not path.exists():
+            raise SystemExit(f"There is no {argument}.")
+        if path.is_dir():
+            found = sorted(path.rglob("test_*.py"))
+            files |= {str(file.relative_to(ROOT)): [str(file.relative_to(ROOT))] for file in found}
+        else:
+            files.setdefault(str(path.relative_to(ROOT)), []).append(argument)
+    return files
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    """Make the directory of this run, in memory where there is room, and remove it at the end."""
+    directory = places.make_directory()
+    s3.share_server(directory)
+    try:
+        yield directory
+    finally:
+        s3.stop_server(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> int:
+    """Run the suite; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-j", "--jobs", type=int, default=2, help="how many files at a time")
+    parser.add_argument("-m", dest="mark", default="", help="as pytest's")
+    parser.add_argument("--ignore", action="append", default=[], help="a folder or file to leave out")
+    parser.add_argument("--record-durations", action="store_true", help="write tests/durations.json")
+    arguments, rest = parser.parse_known_args()
+    began = time.monotonic()
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    paths = [
+        argument for argument in rest if not argument.startswith("-") and (ROOT / argument.partition("::")[0]).exists()
+    ]
+    options = [argument for argument in rest if argument not in paths] + (
+        ["-m", arguments.mark] if arguments.mark else []
+    )
+    files = {
+        file: asked
+        for file, asked in find_files(paths).items()
+        if not any(file.startswith(left_out) for left_out in arguments.ignore)
+    }
+    kind = "slow" if arguments.mark == "slow" else "fast"
+    with _directory() as directory:
+        _get_ready()
+        suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory)
+        suite.run({file: files[file] for file in durations.longest_first(files, kind)})
+    if arguments.record_durations:
+        durations.record(suite.reports, kind)
+    _print_summary(suite, time.monotonic() - began)
+    return 1 if suite.failures else 0 if suite.reports else _NO_TESTS
+
+
+def _get_ready() -> None:
+    """Import what most tests need, and warm it up."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that others depend on: a second a file
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        warm.warm_up()
+    warm.settle_memory()
+
+
+def _print_summary(suite: Suite, seconds: float) -> None:
+    for output in suite.failures:
+        print(f"\n{output}")
+    slowest = sorted(suite.reports.items(), key=lambda item: -item[1].seconds)[:10]
+    if seconds > 60:
+        print("\nslowest files:")
+        print("".join(f"{report.seconds:8.1f} s  {file}\n" for file, report in slowest))
+    total: Counter[str] = Counter()
+    for report in suite.reports.values():
+        total.update(report.outcomes)
+    print(f"=== {told(total)} in {seconds:.2f}s ===")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Runs that nobody interrupts are computed once and shared by all cases that compare with them.
+
+What such a run does follows from its `fit`, the number of ranks, the options of the callback, the environment, and
+the code. These are its key: `fit` as cloudpickle writes it, with all that it closes over. What can't be pickled, or is
+pickled differently each time (a class that a test defines), is not shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from lightning_faulttolerant.testing.exactness import Runs
+from lightning_faulttolerant.testing.traces import Outcome
+
+# Differ from test to test, and nothing that a fit does depends on them.
+_NO_PART_OF_A_RUN = ("PYTEST_CURRENT_TEST",)
+
+Uninterrupted = Callable[..., Outcome]
+
+
+class SharedRuns:
+    """Remembers what runs did that nobody interrupted, until the process ends."""
+
+    def __init__(self, uninterrupted: Uninterrupted) -> None:
+        self._uninterrupted = uninterrupted
+        self._outcomes: dict[bytes, Outcome] = {}
+        self.num_asked = 0
+        self.num_run = 0
+        self.is_patched: Callable[[], bool] = lambda: False
+        """Whether the test of now has replaced something by which the run may differ from the same one elsewhere."""
+
+    def uninterrupted(self, runs: Runs, name: str, *, with_callback: bool) -> Outcome:
+        """Stand in for `Runs.uninterrupted`."""
+        self.num_asked += 1
+        key = None if self.is_patched() else _key(runs, name, with_callback=with_callback)
+        if key is None or key not in self._outcomes:
+            self.num_run += 1
+            outcome = self._uninterrupted(runs, name, with_callback=with_callback)
+            if key is None or outcome.exit_code != 0:
+                return outcome
+            self._outcomes[key] = outcome
+        return self._outcomes[key]
+
+
+def _key(runs: Runs, name: str, *, with_callback: bool) -> bytes | None:
+    environment = {name: value for name, value in os.environ.items() if name not in _NO_PART_OF_A_RUN}
+    options = runs.options if with_callback else None
+    try:
+        content = cloudpickle.dumps((name, runs.fit, runs.num_ranks, options, environment, os.getcwd()))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError):
+        return None
+    return hashlib.sha256(content).digest()
+
+
+def share(monkeypatch: pytest.MonkeyPatch) -> SharedRuns:
+    """Let all `Runs` of this process share their uninterrupted runs."""
+    shared = SharedRuns(Runs.uninterrupted)
+
+    def uninterrupted(self: Runs, name: str, *, with_callback: bool) -> Any:
+        return shared.uninterrupted(self, name, with_callback=with_callback)
+
+    monkeypatch.setattr(Runs, "uninterrupted", uninterrupted)
+    return shared

@@ -1,0 +1,96 @@
+"""Gets a process ready for the runs that fork from it: what each of them would make anew is made here, once.
+
+Nothing of it changes what a run does: modules that are imported late, caches, and how the kernel keeps the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning.fabric.utilities import registry
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import Recorder
+from tests.runs import fit_net
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def warm_up() -> None:
+    """Do once what each run would do anew: call it before the first fork, and not where CUDA is.
+
+    A process that has computed gradients beside CUDA has threads, and autograd refuses to work in its forks.
+    """
+    # Each Trainer asks for them, and reads a file of each package that is installed: 25 ms.
+    registry.entry_points = functools.cache(registry.entry_points)
+    with tempfile.TemporaryDirectory() as directory, _quiet(), _random_states_kept():
+        for epochs in (1, 2):  # the second resumes
+            callbacks: list[Callback] = [
+                FaultTolerance(dirpath=directory, run_id="warm", every_n_train_steps=1),
+                Recorder(Path(directory) / "events.jsonl"),
+            ]
+            with contextlib.suppress(SystemExit):
+                fit_net(callbacks, Path(directory), max_epochs=epochs, limit_train_batches=3)
+
+
+def settle_memory() -> None:
+    """Keep what is there from being copied: from the garbage collector of forks, and in as few pages as there can be.
+
+    A fork copies an entry for each page, and pages of 2 MiB have a 512th of the entries.
+    """
+    gc.collect()
+    gc.freeze()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "madvise"):
+        for begin, end in _private_memory():
+            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):  # what this kernel does not know it refuses
+                libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
+def _private_memory() -> Iterator[tuple[int, int]]:
+    """Give the bounds of the whole huge pages in each mapping of the heap's."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        addresses, access, *_, name = (*line.split(), "")[:6] if len(line.split()) < 6 else line.split()[:6]
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        begin, end = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        if access == "rw-p" and name in ("", "[heap]") and begin < end:
+            yield begin, end
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _random_states_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
