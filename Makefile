@@ -80,9 +80,10 @@ try-browser:
 slow: compiled
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
-# Without the parts of the package that know nothing of Lightning: `make test` has tried them beside the same torch.
+# Of the tests those that need Lightning: `make test` has tried the others beside the same torch.
+OLDEST_TESTS := law trainer cli examples benchmarks loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
-	.venv-oldest/bin/$(SUITE) -m "not slow" $(addprefix --ignore=tests/,checkpoint records state streaming) $(PYTEST_ARGS)
+	.venv-oldest/bin/$(SUITE) -m "not slow" $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
 checks: $(NEWEST)
 	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled

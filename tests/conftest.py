@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -98,6 +99,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The address of an S3 API on localhost."""
+    importlib.import_module("s3fs")  # here once, not in each process that is forked
     shared = shared_endpoint()
     if shared is not None:
         yield shared

@@ -1,8 +1,8 @@
 """Runs the suite: ``python -m tests.harness.run -j 2 -m "not slow"``; arguments are pytest's.
 
 Each file of tests runs in a process of its own, forked from this one, which has imported torch, Lightning, and the
-package, and nothing of the tests. What the laws fork is thus small: with all tests in memory a run takes half as long
-again. Long files come first (`tests/durations.json`), so that no process is left with one at the end.
+package, and no tests. So what the laws fork is small: from a process with all tests in memory, a run takes half as long
+again. Long files come first (`tests/durations.json`), so that none is left for the end.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class FileRun:
 def _run_here(run: FileRun, options: list[str]) -> int:
     """Run a file in this process, which was forked for it, and return pytest's exit code."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, nothing), (1, descriptor), (2, descriptor)):
@@ -153,13 +154,13 @@ class Suite:
         if report is None or not report.outcomes:
             return
         self.reports[run.file] = report
-        print(f"{run.file}: {told(report.outcomes)} in {seconds:.1f} s", flush=True)
+        print(f"{run.file}: {describe(report.outcomes)} in {seconds:.1f} s", flush=True)
         if exit_code not in (0, _NO_TESTS):
             print("".join(f"    not passed: {nodeid}\n" for nodeid in report.not_passed), end="", flush=True)
             self.failures.append(run.output)
 
 
-def told(outcomes: dict[str, int]) -> str:
+def describe(outcomes: dict[str, int]) -> str:
     """Return numbers of tests as pytest tells them."""
     names = {"error": "errors"}
     counts = [f"{outcomes[kind]} {names.get(kind, kind)}" for kind in _KINDS if outcomes.get(kind)]
@@ -198,23 +199,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many files at a time")
     parser.add_argument("-m", dest="mark", default="", help="as pytest's")
-    parser.add_argument("--ignore", action="append", default=[], help="a folder or file to leave out")
     parser.add_argument("--record-durations", action="store_true", help="write tests/durations.json")
     arguments, rest = parser.parse_known_args()
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all processes are ended
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    paths = [
-        argument for argument in rest if not argument.startswith("-") and (ROOT / argument.partition("::")[0]).exists()
-    ]
-    options = [argument for argument in rest if argument not in paths] + (
-        ["-m", arguments.mark] if arguments.mark else []
-    )
-    files = {
-        file: asked
-        for file, asked in find_files(paths).items()
-        if not any(file.startswith(left_out) for left_out in arguments.ignore)
-    }
+    paths = [argument for argument in rest if Path(argument).parts[:1] == ("tests",)]
+    options = [argument for argument in rest if argument not in paths]
+    options += ["-m", arguments.mark] if arguments.mark else []
+    files = find_files(paths)
     kind = "slow" if arguments.mark == "slow" else "fast"
     with _directory() as directory:
         _get_ready()
@@ -247,7 +241,7 @@ def _print_summary(suite: Suite, seconds: float) -> None:
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)
-    print(f"=== {told(total)} in {seconds:.2f}s ===")
+    print(f"=== {describe(total)} in {seconds:.2f}s ===")
 
 
 if __name__ == "__main__":

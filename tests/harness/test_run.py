@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.run import Suite, find_files, told
+from tests.harness.run import Suite, describe, find_files
 
 FILES = {
     "test_good.py": "def test_one(): pass\n\ndef test_two(tmp_path): assert tmp_path.is_dir()\n",
@@ -64,7 +64,7 @@ def test_what_is_asked_for_is_gathered_by_file() -> None:
         find_files(["tests/nothing"])
 
 
-def test_outcomes_are_told_as_pytest_does() -> None:
+def test_outcomes_read_as_pytest_writes_them() -> None:
     """What reads pytest's closing line can read this one."""
-    assert told({"passed": 3, "failed": 1, "error": 2}) == "1 failed, 3 passed, 2 errors"
-    assert told({}) == "no tests ran"
+    assert describe({"passed": 3, "failed": 1, "error": 2}) == "1 failed, 3 passed, 2 errors"
+    assert describe({}) == "no tests ran"
