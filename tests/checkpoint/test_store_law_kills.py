@@ -26,8 +26,16 @@ from tests.checkpoint.writers import (
     prepared,
     temporary_directory_elsewhere,
 )
+from tests.harness import places
 
 MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """An empty directory on a disk: the others of the suite are in memory."""
+    with tempfile.TemporaryDirectory(dir=places.on_disk()) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(params=["same", "other"])
