@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -86,6 +87,9 @@ class FileRun:
 def _run_here(run: FileRun, options: list[str]) -> int:
     """Run a file in this process, which was forked for it, and return pytest's exit code."""
     os.setpgid(0, 0)
+    # What a worker that is spawned imports first: not this module, which would take as long as all that it runs.
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.argv = ["pytest"]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -11,6 +11,7 @@ FILES = {
     "test_bad.py": "def test_one(): pass\n\ndef test_two(): assert 'this' == 'that'\n",
     "test_dies.py": "import os, signal\n\ndef test_it():\n    os.kill(os.getpid(), signal.SIGKILL)\n",
     "test_broken.py": "import a_module_that_is_not_there\n",
+    "test_main.py": "import sys\n\ndef test_it(): assert not hasattr(sys.modules['__main__'], '__file__')\n",
     "test_empty.py": "",
 }
 
@@ -53,6 +54,12 @@ def test_nothing_is_left(suite: Suite, tmp_path: Path) -> None:
     """The directories of the processes are removed as they end."""
     run(suite, tmp_path, "test_good.py", "test_dies.py")
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_worker_that_is_spawned_does_not_import_the_runner(suite: Suite, tmp_path: Path) -> None:
+    """Nothing of the process that all are forked from is the main module of those that run tests."""
+    run(suite, tmp_path, "test_main.py")
+    assert suite.reports["test_main.py"].outcomes == {"passed": 1}
 
 
 def test_what_is_asked_for_is_gathered_by_file() -> None:
