@@ -107,7 +107,7 @@ def test_memory_is_shared_with_a_worker(method: str) -> None:
     ring.put(0, 0, b"mine")  # so that an address is kept here, which is of no use in another process
     worker = multiprocessing.get_context(method).Process(target=_work, args=(ring,))
     worker.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             found = ring.get(1, 3)

@@ -59,6 +59,7 @@ def test_dead_rank_is_an_error_on_the_others(tmp_path: Path) -> None:
 
     def main(rank: int) -> Any:
         ranks = RankGroup()
+        ranks.from_first("connected", rank)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return ranks.to_first("step", rank)
