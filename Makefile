@@ -8,8 +8,9 @@ SHELL := bash
 # The first of these that is Python >= 3.10 makes the environments; `make test PYTHON=python3.12` chooses one.
 PYTHON ?= python3 python3.13 python3.12 python3.11 python3.10 python
 EXTRAS := dev,demo
-# How many files of tests run at a time. A number, not `auto`: the tests start workers and whole training runs of their own.
-JOBS ?= 2
+# How many files of tests run at a time: one more than the CI has cores, since some tests wait. Not `auto`: the tests
+# start workers and whole training runs of their own.
+JOBS ?= 3
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
 SUITE = python -m tests.harness.run -q -j $(JOBS)
