@@ -150,12 +150,13 @@ class Suite:
 
     def _note(self, run: FileRun, exit_code: int) -> None:
         report, seconds = run.report, time.monotonic() - run.began
-        if report is None and exit_code not in (0, _NO_TESTS):
+        # pytest writes a report also where a file has no tests, so that one without is never well.
+        if report is None or (not report.outcomes and exit_code not in (0, _NO_TESTS)):
             print(f"{run.file}: ended with exit code {exit_code}, after {seconds:.0f} s", flush=True)
             self.failures.append(run.output)
             self.reports[run.file] = durations.Report(outcomes={"error": 1}, seconds=seconds)
             return
-        if report is None or not report.outcomes:
+        if not report.outcomes:
             return
         self.reports[run.file] = report
         print(f"{run.file}: {describe(report.outcomes)} in {seconds:.1f} s", flush=True)

@@ -31,17 +31,13 @@ class SharedRuns:
     def __init__(self, uninterrupted: Uninterrupted) -> None:
         self._uninterrupted = uninterrupted
         self._outcomes: dict[bytes, Outcome] = {}
-        self.num_asked = 0
-        self.num_run = 0
         self.is_patched: Callable[[], bool] = lambda: False
         """Whether the test of now has replaced something by which the run may differ from the same one elsewhere."""
 
     def uninterrupted(self, runs: Runs, name: str, *, with_callback: bool) -> Outcome:
         """Stand in for `Runs.uninterrupted`."""
-        self.num_asked += 1
         key = None if self.is_patched() else _key(runs, name, with_callback=with_callback)
         if key is None or key not in self._outcomes:
-            self.num_run += 1
             outcome = self._uninterrupted(runs, name, with_callback=with_callback)
             if key is None or outcome.exit_code != 0:
                 return outcome

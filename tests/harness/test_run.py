@@ -10,6 +10,7 @@ FILES = {
     "test_good.py": "def test_one(): pass\n\ndef test_two(tmp_path): assert tmp_path.is_dir()\n",
     "test_bad.py": "def test_one(): pass\n\ndef test_two(): assert 'this' == 'that'\n",
     "test_dies.py": "import os, signal\n\ndef test_it():\n    os.kill(os.getpid(), signal.SIGKILL)\n",
+    "test_exits.py": "import os\n\ndef test_it():\n    os._exit(0)\n",
     "test_broken.py": "import a_module_that_is_not_there\n",
     "test_main.py": "import sys\n\ndef test_it(): assert not hasattr(sys.modules['__main__'], '__file__')\n",
     "test_empty.py": "",
@@ -42,7 +43,7 @@ def test_outcomes_are_added_up(suite: Suite, tmp_path: Path, capfd: pytest.Captu
     assert "not passed: test_bad.py::test_two" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["test_dies.py", "test_broken.py"])
+@pytest.mark.parametrize("name", ["test_dies.py", "test_exits.py", "test_broken.py"])
 def test_a_file_that_does_not_come_to_its_end_is_a_failure(suite: Suite, tmp_path: Path, name: str) -> None:
     """Where a process is killed, or a file can't be imported, the suite fails, and the other files run."""
     run(suite, tmp_path, name, "test_good.py")
