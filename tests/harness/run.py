@@ -90,6 +90,7 @@ def _run_here(run: FileRun, options: list[str]) -> int:
     # What a worker that is spawned imports first: not this module, which would take as long as all that it runs.
     sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = ["pytest"]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that others depend on: a second a file
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     descriptor = os.open(run.directory / "output.txt", os.O_WRONLY | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -227,7 +228,6 @@ def main() -> int:
 
 def _get_ready() -> None:
     """Import what most tests need, and warm it up."""
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that others depend on: a second a file
     for name in _IMPORTED:
         importlib.import_module(name)
     torch.set_num_threads(1)
