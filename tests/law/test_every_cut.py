@@ -39,17 +39,18 @@ def fit_short(callbacks: list[Callback], directory: Path, *, num_workers: int) -
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("hook", ["start", "end"])
-@pytest.mark.parametrize("kill", range(2 * NUM_BATCHES))
-def test_killed_at_every_batch(kill: int, hook: str, every: int, num_workers: int) -> None:
-    """Wherever it is killed, the run goes on exactly, from the newest autosave."""
-    [cost] = assert_resumes_exactly(
+def test_killed_at_every_batch(hook: str, every: int, num_workers: int) -> None:
+    """Killed at each batch in turn, one run continues exactly each time, from the newest autosave."""
+    kills = range(2 * NUM_BATCHES)
+    resumed = [kill - kill % every for kill in kills]
+    costs = assert_resumes_exactly(
         lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
-        [KillAt(kill, hook=hook)],
+        [KillAt(kill - begin, hook=hook) for kill, begin in zip(kills, [0, *resumed[:-1]], strict=True)],
         options={"every_n_train_steps": every},
-        may_begin_anew=kill < every,
+        may_begin_anew=True,  # where it does, it is at batch 0
     )
-    assert cost.exit_code == -signal.SIGKILL
-    assert (cost.epoch, cost.batch) == divmod(kill - kill % every, NUM_BATCHES)
+    assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * len(kills)
+    assert [(cost.epoch, cost.batch) for cost in costs] == [divmod(batch, NUM_BATCHES) for batch in resumed]
 
 
 @each_num_workers
