@@ -121,13 +121,14 @@ class Suite:
 
     Args:
         num_jobs: How many.
-        options: pytest's, for each file.
+        options: pytest's, for each file; with ``-x`` the first failure ends all.
         directory: Where its processes leave what they leave.
     """
 
     def __init__(self, *, num_jobs: int, options: list[str], directory: Path) -> None:
         self._num_jobs = num_jobs
         self._options = options
+        self._stops_at_failure = not {"-x", "--exitfirst"}.isdisjoint(options)
         self._directory = directory
         self._running: list[FileRun] = []
         self.reports: dict[str, durations.Report] = {}
@@ -140,15 +141,20 @@ class Suite:
             for number, (file, arguments) in enumerate(files.items()):
                 while len(self._running) == self._num_jobs:
                     self._wait()
+                if self._has_to_stop():
+                    return
                 run = FileRun(file=file, arguments=arguments, directory=self._directory / str(number))
                 run.start(self._options)
                 self._running.append(run)
-            while self._running:
+            while self._running and not self._has_to_stop():
                 self._wait()
         finally:
             for run in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(run.process_id, signal.SIGKILL)
+
+    def _has_to_stop(self) -> bool:
+        return self._stops_at_failure and bool(self.failures)
 
     def _wait(self) -> None:
         process_id, status = os.wait()

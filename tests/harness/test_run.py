@@ -17,14 +17,19 @@ FILES = {
 }
 
 
+def make_suite(directory: Path, *options: str, num_jobs: int = 2) -> Suite:
+    """Return a suite of the files above."""
+    for name, source in FILES.items():
+        (directory / name).write_text(source)
+    (directory / "run").mkdir()
+    common = ["-q", "-c", "/dev/null", f"--rootdir={directory}", "--import-mode=importlib"]
+    return Suite(num_jobs=num_jobs, options=[*common, *options], directory=directory / "run")
+
+
 @pytest.fixture
 def suite(tmp_path: Path) -> Suite:
     """A suite of the files above."""
-    for name, source in FILES.items():
-        (tmp_path / name).write_text(source)
-    (tmp_path / "run").mkdir()
-    options = ["-q", "-c", "/dev/null", f"--rootdir={tmp_path}", "--import-mode=importlib"]
-    return Suite(num_jobs=2, options=options, directory=tmp_path / "run")
+    return make_suite(tmp_path)
 
 
 def run(suite: Suite, tmp_path: Path, *names: str) -> None:
@@ -49,6 +54,13 @@ def test_a_file_that_does_not_come_to_its_end_is_a_failure(suite: Suite, tmp_pat
     run(suite, tmp_path, name, "test_good.py")
     assert len(suite.failures) == 1
     assert suite.reports["test_good.py"].outcomes == {"passed": 2}
+
+
+def test_the_first_failure_ends_all_if_that_is_asked_for(tmp_path: Path) -> None:
+    """With pytest's ``-x`` no other file begins after it."""
+    suite = make_suite(tmp_path, "-x", num_jobs=1)
+    run(suite, tmp_path, "test_bad.py", "test_good.py")
+    assert list(suite.reports) == ["test_bad.py"]
 
 
 def test_nothing_is_left(suite: Suite, tmp_path: Path) -> None:
