@@ -2,51 +2,80 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-
-
-class NoisyDataset(Dataset[Tensor]):
-    """Fixed rows, with noise from all three global generators, their cached Gaussians included."""
-
-    def __init__(self, length: int = 32) -> None:
-        self.rows = torch.linspace(-1, 1, length * 4).reshape(length, 4)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        noise = random.gauss(0, 1) + float(np.random.randn()) + float(torch.randn(()))
-        return self.rows[index] + 0.1 * noise
-
-
-class HoldingDataset(NoisyDataset):
-    """Draws from generators of its own, too."""
-
-    def __init__(self, length: int = 32) -> None:
-        super().__init__(length)
-        self.python = random.Random(0)
-        self.numpy = np.random.default_rng(0)
-        self.legacy = np.random.RandomState(0)
-        self.torch = torch.Generator().manual_seed(0)
-
-    def __getitem__(self, index: int) -> Tensor:
-        own = self.python.gauss(0, 1) + self.numpy.normal() + self.legacy.randn()
-        return super().__getitem__(index) + 0.1 * float(own) + 0.1 * torch.randn((), generator=self.torch)
+from tests.data_sets import (
+    BatchesDataset as BatchesDataset,
+)
+from tests.data_sets import (
+    Compose as Compose,
+)
+from tests.data_sets import (
+    CountingSampler as CountingSampler,
+)
+from tests.data_sets import (
+    DrawingSampler as DrawingSampler,
+)
+from tests.data_sets import (
+    HoldingDataset as HoldingDataset,
+)
+from tests.data_sets import (
+    Jitter as Jitter,
+)
+from tests.data_sets import (
+    LazyDataset as LazyDataset,
+)
+from tests.data_sets import (
+    ManyAtOnceDataset as ManyAtOnceDataset,
+)
+from tests.data_sets import (
+    MappingLoader as MappingLoader,
+)
+from tests.data_sets import (
+    NoisyCollate as NoisyCollate,
+)
+from tests.data_sets import (
+    NoisyDataset as NoisyDataset,
+)
+from tests.data_sets import (
+    PythonShuffle as PythonShuffle,
+)
+from tests.data_sets import (
+    RaggedBatches as RaggedBatches,
+)
+from tests.data_sets import (
+    Squares as Squares,
+)
+from tests.data_sets import (
+    TransformedDataset as TransformedDataset,
+)
+from tests.data_sets import (
+    UnpackingLoader as UnpackingLoader,
+)
+from tests.data_sets import (
+    Unsized as Unsized,
+)
+from tests.data_sets import (
+    UnsizedSampler as UnsizedSampler,
+)
+from tests.data_sets import (
+    closed_over_collate as closed_over_collate,
+)
+from tests.data_sets import (
+    drawing_worker_init as drawing_worker_init,
+)
 
 
 class Net(LightningModule):
@@ -123,13 +152,6 @@ class Fetches(Net):
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         self.log("index", float(fetched[-1][1]), batch_size=4)
         return loss
-
-
-class Unsized(DataLoader[Any]):
-    """Has no length: Lightning fetches one batch ahead."""
-
-    def __len__(self) -> int:
-        raise TypeError("no length")
 
 
 # Where runs are cut. An epoch has 8 batches unless said otherwise.
@@ -215,177 +237,3 @@ class RaiseAt(Callback):
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         self.strike("on_validation_end", trainer)
-
-
-# Data sets, samplers and functions of loaders: at the top of the module, so that a spawned worker can have them.
-
-
-class BatchesDataset(NoisyDataset):
-    """Each of its 8 items is a whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__(8)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.stack([super(BatchesDataset, self).__getitem__(index) for _ in range(4)])
-
-
-class ManyAtOnceDataset(NoisyDataset):
-    """Gives all samples of a batch at once, with a noise that they share."""
-
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        shared = float(np.random.randn())
-        return [self[index] + shared for index in indices]
-
-
-class LazyDataset(NoisyDataset):
-    """Makes its generator when it is first used; until then its attribute is ``None``, or missing."""
-
-    def __init__(self, *, has_attribute: bool) -> None:
-        super().__init__()
-        if has_attribute:
-            self.rng = None
-
-    def __getitem__(self, index: int) -> Tensor:
-        if getattr(self, "rng", None) is None:
-            self.rng = np.random.default_rng(0)
-        return super().__getitem__(index) + self.rng.normal()
-
-
-class Jitter:
-    """A transform that draws from a generator which it was given."""
-
-    def __init__(self, rng: Any) -> None:
-        self.rng = rng
-
-    def __call__(self, value: Tensor) -> Tensor:
-        if isinstance(self.rng, torch.Generator):
-            return value + torch.randn((), generator=self.rng)
-        return value + float(self.rng.normal() if hasattr(self.rng, "normal") else self.rng.gauss(0, 1))
-
-
-class Compose:
-    """Transforms one after the other."""
-
-    def __init__(self, *transforms: Any) -> None:
-        self.transforms = list(transforms)
-
-    def __call__(self, value: Any) -> Any:
-        for transform in self.transforms:
-            value = transform(value)
-        return value
-
-
-class TransformedDataset(NoisyDataset):
-    """Has a transform in which each kind of generator hides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        inner = Compose(Jitter(np.random.RandomState(0)), Jitter(torch.Generator().manual_seed(0)))
-        self.transform = Compose(Jitter(random.Random(0)), {"inner": inner}["inner"], Jitter(np.random.default_rng(0)))
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.transform(super().__getitem__(index))
-
-
-class PythonShuffle(Sampler[int]):
-    """Shuffles with Python's global generator, or with one of its own."""
-
-    def __init__(self, length: int = 32, rng: random.Random | None = None) -> None:
-        self.length = length
-        self.rng = rng
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.length))
-        (self.rng or random).shuffle(order)
-        return iter(order)
-
-
-class DrawingSampler(PythonShuffle):
-    """Draws from torch's global generator at every index."""
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(self.length):
-            yield int(torch.randint(self.length, ()))
-
-
-class CountingSampler(PythonShuffle):
-    """Has a hidden state: the order depends on how often it was started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.started += 1
-        return iter([(index * 5 + self.started) % self.length for index in range(self.length)])
-
-
-class UnsizedSampler(PythonShuffle):
-    """Does not know how many indices it gives."""
-
-    def __len__(self) -> int:
-        raise TypeError("no length")
-
-
-class RaggedBatches(Sampler[list[int]]):
-    """A batch sampler: 8 batches of 2 to 5 samples, permuted by NumPy's global generator."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = np.random.permutation(32).tolist()
-        for size in (4, 2, 5, 3, 4, 5, 2, 4):
-            yield order[:size]
-            order = order[size:]
-
-
-class Squares(IterableDataset[Tensor]):
-    """An iterable data set."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.full((4,), float(i)) for i in range(32))
-
-
-class NoisyCollate:
-    """A ``collate_fn`` that draws, from the global generators and from one of its own."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(0)
-
-    def __call__(self, samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) + self.rng.gauss(0, 1) + float(np.random.randn()) + torch.randn(())
-
-
-def closed_over_collate() -> Callable[[list[Tensor]], Tensor]:
-    """Return a ``collate_fn`` that draws from a generator in its closure."""
-    rng = np.random.default_rng(0)
-    return lambda samples: torch.stack(samples) + rng.normal()
-
-
-def drawing_worker_init(worker_id: int) -> None:
-    """Seed NumPy as tutorials say, draw, and leave what was drawn in the worker's copy of the data set."""
-    np.random.seed((torch.initial_seed() + worker_id) % 2**32)
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.rows = info.dataset.rows + random.random() + float(np.random.rand()) + torch.rand(())
-
-
-class UnpackingLoader(DataLoader[Any]):
-    """Its ``__iter__`` is a generator that takes the batches apart, and draws."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            first, *others = batch
-            yield torch.stack([first + torch.randn(()), *others])
-
-
-class MappingLoader(DataLoader[Any]):
-    """Its ``__iter__`` is a plain function that returns an iterator, which draws."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(Jitter(random), super().__iter__())
