@@ -124,12 +124,22 @@ def fit_net(
     ckpt_path: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """Fit `Net`, or `module`, on shuffled noisy data, 8 batches an epoch, unless other loaders are given."""
+    """Fit `Net`, or `module`, on shuffled noisy data, 5 batches an epoch, unless other loaders are given."""
     trainer = make_trainer(callbacks, directory, **arguments)
-    train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True) if train is None else train
+    train = DataLoader(NoisyDataset(20), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
     trainer.fit(Net() if module is None else module, train, validation, ckpt_path=ckpt_path)
     return trainer
+
+
+def eight_batches() -> DataLoader:
+    """Return a loader of 8 batches an epoch, for trainings that validate in the middle of an epoch."""
+    return DataLoader(NoisyDataset(32), batch_size=4, shuffle=True)
+
+
+def fit_eight(callbacks: list[Callback], directory: Path, *, train: Any = None, **arguments: Any) -> Trainer:
+    """Fit as `fit_net` does, 8 batches an epoch unless another loader is given."""
+    return fit_net(callbacks, directory, train=eight_batches() if train is None else train, **arguments)
 
 
 class TwoLoaders(Net):
@@ -154,7 +164,8 @@ class Fetches(Net):
         return loss
 
 
-# Where runs are cut. An epoch has 8 batches unless said otherwise.
+# Where runs are cut. With the loaders that tests make, an epoch has 8 batches unless said otherwise; without one it has
+# 5 (`fit_net`).
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +180,13 @@ class Cut:
 FIRST_EPOCH = Cut(kill=3, every=1, goes_on_at=(0, 3))
 LATER_EPOCH = Cut(kill=14, every=13, goes_on_at=(1, 5))
 
+LATER_SHORT_EPOCH = Cut(kill=9, every=8, goes_on_at=(1, 3))
+
 each_cut = pytest.mark.parametrize(
     "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_EPOCH, id="later-epoch")]
+)
+each_short_cut = pytest.mark.parametrize(
+    "cut", [pytest.param(FIRST_EPOCH, id="first-epoch"), pytest.param(LATER_SHORT_EPOCH, id="later-epoch")]
 )
 each_num_workers = pytest.mark.parametrize("num_workers", [0, 2])
 

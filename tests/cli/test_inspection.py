@@ -13,7 +13,7 @@ from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.plain import plain
 from lightning_faulttolerant.trainer.files import parts
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
-from tests.runs import Net, RaiseAt, fit_net
+from tests.runs import Net, RaiseAt, fit_eight
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,7 +36,7 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         RaiseAt("on_train_epoch_end", 1),
     ]
     with pytest.raises(ZeroDivisionError):
-        fit_net(callbacks, directory, module=Configured(), enable_checkpointing=True)
+        fit_eight(callbacks, directory, module=Configured(), enable_checkpointing=True)
     return directory
 
 

@@ -21,7 +21,7 @@ from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.law.test_which_run import autosaves, protected, tell, told
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, NoisyDataset, fit_eight
 
 BEHIND = {"async_save": True}
 ALWAYS = {**BEHIND, "every_n_train_steps": 1}
@@ -137,7 +137,7 @@ def fit_workers(num_workers: int, accumulate: int = 1) -> Any:
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
-        return fit_net(callbacks, directory, train=train, accumulate_grad_batches=accumulate)
+        return fit_eight(callbacks, directory, train=train, accumulate_grad_batches=accumulate)
 
     return fit
 
@@ -156,7 +156,7 @@ def test_killed_in_the_middle_of_a_write(num_workers: int, accumulate: int, at: 
 @pytest.mark.parametrize("budget", [{"overhead_budget": 1.0}, {"train_time_interval": timedelta(seconds=0.01)}])
 def test_killed_when_saves_are_skipped(budget: dict[str, Any]) -> None:
     """Where time says when, boundaries pass while a file is written, and each file is a moment of its own."""
-    costs = assert_resumes_exactly(fit_net, [[KillWhenWritten(5)], [KillWhenWritten(7)]], options=BEHIND | budget)
+    costs = assert_resumes_exactly(fit_eight, [[KillWhenWritten(5)], [KillWhenWritten(7)]], options=BEHIND | budget)
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
@@ -172,21 +172,21 @@ def test_stopped_in_the_middle_of_a_write() -> None:
 def test_exception_in_the_middle_of_a_write() -> None:
     """The write is waited for, and the captured boundary saved behind it: only the failed batch is trained again."""
     faults = [[RaiseInWrite(3)], [RaiseInWrite(6)]]
-    [first, second] = assert_resumes_exactly(fit_net, faults, options={**ALWAYS, "overhead_budget": 1.0})
+    [first, second] = assert_resumes_exactly(fit_eight, faults, options={**ALWAYS, "overhead_budget": 1.0})
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert (first.batch, second.batch) == (3, 6)
 
 
 def test_error_of_a_write_is_raised_at_the_next_boundary() -> None:
     """A full disk ends the run as it does without async_save; what was written before is there and exact."""
-    [cost] = assert_resumes_exactly(fit_net, [[FullDisk(at=5)]], options={**ALWAYS, "save_on_exception": False})
+    [cost] = assert_resumes_exactly(fit_eight, [[FullDisk(at=5)]], options={**ALWAYS, "save_on_exception": False})
     assert cost.exit_code == 1
     assert (cost.epoch, cost.batch) == (0, 2)
 
 
 def test_error_of_a_write_is_the_one_that_was_raised(tmp_path: Path) -> None:
     """The error says what the disk said, and what the run will go on from."""
-    ended = run(lambda: fit_net([protected(async_save=True), FullDisk(at=5)], tmp_path))
+    ended = run(lambda: fit_eight([protected(async_save=True), FullDisk(at=5)], tmp_path))
     assert ended.exit_code == 1
     assert "OSError: [Errno 28] No space left on device" in ended.output
     assert "OSError: the last autosave stays, before batch 2 of epoch 0" in ended.output
@@ -206,7 +206,7 @@ def test_error_is_not_kept_until_the_next_save(tmp_path: Path) -> None:
 
     interval = timedelta(seconds=1.5)
     options = {"every_n_train_steps": None, "train_time_interval": interval}
-    ended = run(lambda: fit_net([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=10_000))
+    ended = run(lambda: fit_eight([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 1
     assert "OSError: [Errno 28] No space left on device" in ended.output
     [seconds] = told(tmp_path, "seconds")
@@ -223,11 +223,11 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
             super().strike()
 
     callback = protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0)
-    ended = run(lambda: fit_net([callback, Stop(at=3)], tmp_path, max_epochs=10_000))
+    ended = run(lambda: fit_eight([callback, Stop(at=3)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 143, ended.output
     assert "could not be written behind training" in ended.output
     # The stop may have come anywhere, in validation too: until the first write is done, training goes on.
-    ended = run(lambda: fit_net([protected(async_save=True), KillAt(0)], tmp_path, max_epochs=10_000), seed=99)
+    ended = run(lambda: fit_eight([protected(async_save=True), KillAt(0)], tmp_path, max_epochs=10_000), seed=99)
     assert ended.exit_code == -signal.SIGKILL, ended.output
     resumed = re.search(r"Resumed exactly .*, global step (\d+)", ended.output)
     assert resumed is not None, ended.output
@@ -249,7 +249,7 @@ class Times(Callback):
 def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
     """With every_n_train_steps the next save waits for the one in flight, and never more than keep_last are there."""
     callbacks = [protected(async_save=True), Times(tmp_path), Held(1)]
-    ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
+    ended = run(lambda: fit_eight(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
     saved = told(tmp_path, "saved")
     assert [number for number, *_ in saved] == [1, 1, 2, 3, 4, 5, 6, 7]
@@ -260,7 +260,7 @@ def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
 def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
     """Where the budget says when, training goes on while a slow disk writes."""
     callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Times(tmp_path), Held(8)]
-    ended = run(lambda: fit_net(callbacks, tmp_path, max_epochs=1))
+    ended = run(lambda: fit_eight(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
     assert [number for number, *_ in told(tmp_path, "saved")] == [1] * 8
 
@@ -269,7 +269,7 @@ def test_first_and_last_are_waited_for(tmp_path: Path) -> None:
     """The first autosave is there at the first batch, the finished one when fit returns; then no thread is left."""
 
     def main() -> None:
-        fit_net([protected(async_save=True), Disk(0.05), Times(tmp_path)], tmp_path, max_epochs=1)
+        fit_eight([protected(async_save=True), Disk(0.05), Times(tmp_path)], tmp_path, max_epochs=1)
         assert not [thread for thread in threading.enumerate() if thread.name == "autosave"]
         newest = load_file(autosaves(tmp_path)[-1])
         tell(tmp_path, "last", newest["lightning_faulttolerant"]["position"]["where"])
@@ -297,7 +297,7 @@ def test_what_training_changes_meanwhile_is_not_in_the_file(tmp_path: Path) -> N
 
     def main(name: str, **options: Any) -> None:
         callbacks = [protected(dirpath=tmp_path / name, keep_last=9, **options), Disk(0.03)]
-        fit_net([*callbacks, KillAt(7)], tmp_path / name, module=Slow(), max_epochs=1)
+        fit_eight([*callbacks, KillAt(7)], tmp_path / name, module=Slow(), max_epochs=1)
 
     run(lambda: main("behind", async_save=True))
     run(lambda: main("at once"))
@@ -343,7 +343,7 @@ def test_what_cannot_be_copied_is_written_at_once() -> None:
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         with torch.serialization.safe_globals([Uncopied]):
-            return fit_net(callbacks, directory, module=HoldsUncopied())
+            return fit_eight(callbacks, directory, module=HoldsUncopied())
 
     [cost] = assert_resumes_exactly(fit, [KillAt(3)], options=ALWAYS)
     assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, 0, 3)

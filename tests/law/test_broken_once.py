@@ -26,7 +26,7 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law.test_faults import ALWAYS, EVERY_STEP, RaiseIn
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import Script, run
-from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+from tests.runs import Net, NoisyDataset, fit_eight, fit_net, make_trainer
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:
@@ -151,8 +151,8 @@ def test_extra_state_of_a_module_behind_an_exception() -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory, module=ExtraState())
 
-    [cost] = assert_resumes_exactly(fit, [RaiseIn("on_after_backward", 5)], options=options)
-    assert cost.batch == 5
+    [cost] = assert_resumes_exactly(fit, [RaiseIn("on_after_backward", 3)], options=options)
+    assert cost.batch == 3
 
 
 class GathersGradients(Net):
@@ -167,7 +167,7 @@ def test_gradients_that_the_user_keeps() -> None:
     """Where the module decides when gradients are cleared, they are part of the state."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
-        return fit_net(callbacks, directory, module=GathersGradients())
+        return fit_eight(callbacks, directory, module=GathersGradients())
 
     assert_resumes_exactly(fit, [KillAt(6)], options=EVERY_STEP)
 
@@ -201,7 +201,7 @@ def test_accumulation_that_a_callback_changes_is_no_other_run() -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net([*callbacks, GradientAccumulationScheduler({0: 3, 1: 1})], directory)
 
-    assert_resumes_exactly(fit, [KillAt(11)], options=EVERY_STEP)
+    assert_resumes_exactly(fit, [KillAt(8)], options=EVERY_STEP)
 
 
 class Holds(Callback):
@@ -221,7 +221,7 @@ def test_callback_with_a_generator_behind_another_number_of_callbacks() -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net([*callbacks, Holds()], directory)
 
-    assert_resumes_exactly(fit, [KillAt(5)], options=EVERY_STEP)
+    assert_resumes_exactly(fit, [KillAt(3)], options=EVERY_STEP)
 
 
 class TurnsUnsafe(Callback):
@@ -293,8 +293,8 @@ def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert run(lambda: main(5, kill=True)).exit_code == -signal.SIGKILL
-    ended = run(lambda: main(16, kill=False), seed=99)
+    assert run(lambda: main(3, kill=True)).exit_code == -signal.SIGKILL
+    ended = run(lambda: main(10, kill=False), seed=99)
     assert ended.exit_code == 1
     assert "NotExactError" in ended.output
     assert "middle of an epoch" in ended.output
@@ -317,7 +317,7 @@ class WrappedMetrics(Net):
         return loss
 
 
-@pytest.mark.parametrize("cut", [5, 11])
+@pytest.mark.parametrize("cut", [3, 7])
 def test_wrappers_of_metrics(cut: int) -> None:
     """What torchmetrics' wrappers keep in plain attributes is part of the state."""
 
@@ -353,7 +353,7 @@ def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
         fit_net([protected(), *callbacks], tmp_path, validation=validation, max_epochs=1)
 
     script = Script(lambda: main(Armed()))
-    while not any(tmp_path.rglob("*-batch=7.ckpt")) or (tmp_path / "armed").exists():
+    while not any(tmp_path.rglob("*-batch=4.ckpt")) or (tmp_path / "armed").exists():
         time.sleep(0.01)
     time.sleep(0.5)
     began = time.monotonic()
@@ -361,4 +361,4 @@ def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
     assert script.wait().exit_code == 143
     assert time.monotonic() - began < 5
     ended = run(main, seed=99)
-    assert "Resumed exactly at the validation run behind batch 8 of epoch 0" in ended.output
+    assert "Resumed exactly at the validation run behind batch 5 of epoch 0" in ended.output

@@ -20,7 +20,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Script
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, NoisyDataset, fit_eight, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -184,7 +184,8 @@ def test_exception_in_the_module(where: str) -> None:
     """Wherever in a step the module raises, the restart goes on exactly."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
-        return fit_net(callbacks, directory, module=FailingNet(where, directory / "armed"), val_check_interval=4)
+        module = FailingNet(where, directory / "armed")
+        return fit_eight(callbacks, directory, module=module, val_check_interval=4)
 
     [cost] = costs(fit, Arm(), options=ALWAYS)
     assert cost.num_batches_twice <= 1

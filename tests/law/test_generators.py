@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from tests.runs import (
     FIRST_EPOCH,
     LATER_EPOCH,
+    LATER_SHORT_EPOCH,
     Cut,
     HoldingDataset,
     LazyDataset,
@@ -26,6 +27,7 @@ from tests.runs import (
     closed_over_collate,
     each_cut,
     each_num_workers,
+    each_short_cut,
 )
 
 
@@ -108,7 +110,7 @@ class HoldingNet(Net):
         return super().training_step(batch + float(own) + torch.randn((), generator=self.torch), batch_idx)
 
 
-@each_cut
+@each_short_cut
 def test_held_by_the_module(cut: Cut) -> None:
     """Generators that the module holds and draws from in its step go on."""
     assert_goes_on(cut, module=HoldingNet)
@@ -141,4 +143,4 @@ class NoisyRates(Net):
 @pytest.mark.slow
 def test_held_by_optimizer_and_scheduler() -> None:
     """Generators that an optimizer and the function of a scheduler hold go on."""
-    assert_goes_on(LATER_EPOCH, module=NoisyRates)
+    assert_goes_on(LATER_SHORT_EPOCH, module=NoisyRates)

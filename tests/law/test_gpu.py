@@ -35,7 +35,9 @@ from tests.runs import (
     assert_exact,
     assert_goes_on,
     each_cut,
-    fit_net,
+    each_short_cut,
+    eight_batches,
+    fit_eight,
 )
 from tests.sharded import ShardedNet, fsdp2
 
@@ -94,7 +96,7 @@ class CapturableNet(GpuNet):
         return torch.optim.Adam(self.parameters(), lr=0.01, capturable=True, amsgrad=True)
 
 
-@each_cut
+@each_short_cut
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 def test_each_precision_goes_on(precision: Any, cut: Cut) -> None:
     """Dropout, augmentation and metrics on the GPU go on; with 16 bits the scale of the gradients does."""
@@ -111,13 +113,13 @@ def test_a_scale_that_moves_goes_on(accumulate: int, cut: Cut) -> None:
         scaler = torch.amp.GradScaler("cuda", init_scale=2.0**22, growth_interval=2)
         precision = MixedPrecision("16-mixed", "cuda", scaler=scaler)
         arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-        return fit_net(callbacks, directory, module=GpuNet(), plugins=[precision], **arguments, **ON_GPU)
+        return fit_eight(callbacks, directory, module=GpuNet(), plugins=[precision], **arguments, **ON_GPU)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": 1})
     assert cost.exit_code == -signal.SIGKILL
 
 
-@each_cut
+@each_short_cut
 @pytest.mark.parametrize("module", [ConvNet, CapturableNet])
 def test_each_kind_of_module_goes_on(module: Callable[[], LightningModule], cut: Cut) -> None:
     """Convolutions, fused and capturable optimizers."""
@@ -145,7 +147,7 @@ def test_a_compiled_module_goes_on(mode: str) -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         module = GpuNet()
         module.layers = torch.compile(module.layers, mode=mode)
-        return fit_net(callbacks, directory, module=module, **ON_GPU)
+        return fit_eight(callbacks, directory, module=module, **ON_GPU)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(11)], options={"every_n_train_steps": 1})
     assert (cost.epoch, cost.batch) == (1, 3)
@@ -154,7 +156,8 @@ def test_a_compiled_module_goes_on(mode: str) -> None:
 @pytest.mark.parametrize("fault", [KillAt(3, signum=signal.SIGTERM), KillAt(11, hook="validation", signum=2)])
 def test_stopped_by_a_signal(fault: KillAt) -> None:
     """A stop saves what is on the GPU at that moment."""
-    [cost] = assert_exact(list, fault, module=GpuNet, options={}, val_check_interval=4, **ON_GPU)
+    more = {"train": eight_batches(), "val_check_interval": 4}
+    [cost] = assert_exact(list, fault, module=GpuNet, options={}, **more, **ON_GPU)
     assert cost.exit_code in {128 + 15, 128 + 2}
 
 
@@ -169,7 +172,8 @@ def test_stopped_by_an_exception() -> None:
 def test_written_behind_training(batch: int) -> None:
     """What is copied off the GPU while training goes on is of the moment at which it was asked for."""
     options = {"every_n_train_steps": 1, "async_save": True}
-    [cost] = assert_exact(list, KillWhenWritten(batch), module=GpuNet, options=options, **ON_GPU)
+    more = {"train": eight_batches(), **ON_GPU}
+    [cost] = assert_exact(list, KillWhenWritten(batch), module=GpuNet, options=options, **more)
     assert cost.exit_code == -signal.SIGKILL
 
 
@@ -181,7 +185,7 @@ def test_callbacks_go_on(kill: int) -> None:
     def users() -> list[Callback]:
         return [StochasticWeightAveraging(0.05, swa_epoch_start=1), ModelCheckpoint(monitor="val_loss", save_last=True)]
 
-    more = {"enable_checkpointing": True, "max_epochs": 4}
+    more = {"enable_checkpointing": True, "max_epochs": 4, "train": eight_batches()}
     [cost] = assert_exact(users, KillAt(kill), module=GpuNet, **more, **ON_GPU)
     assert (cost.epoch, cost.batch) == divmod(kill, 8)
 
@@ -216,7 +220,7 @@ def test_a_run_of_a_gpu_does_not_go_on_without_one(tmp_path: Path) -> None:
     def fit(*callbacks: Callback, accelerator: str = "gpu") -> None:
         random.seed(1)
         ours = FaultTolerance(tmp_path / "saves", run_id="gpu", every_n_train_steps=1)
-        fit_net([ours, *callbacks], tmp_path, module=Net(), accelerator=accelerator, devices=1)
+        fit_eight([ours, *callbacks], tmp_path, module=Net(), accelerator=accelerator, devices=1)
 
     def without() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -27,7 +27,7 @@ from lightning_faulttolerant.trainer.run import RUN_ID_VARIABLE
 from tests.law.test_which_run import protected
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, RaiseAt, fit_net, make_trainer
+from tests.runs import Net, NoisyDataset, RaiseAt, fit_eight, make_trainer
 
 pytestmark = for_ranks
 
@@ -52,7 +52,7 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 def fit_one(directory: Path, *faults: Callback, **options: Any) -> Callable[[], Trainer]:
     """Return a script of one fit of 2 epochs of 8 batches, with an autosave at every step."""
-    return lambda: fit_net([protected(**options), *faults], directory)
+    return lambda: fit_eight([protected(**options), *faults], directory)
 
 
 def place(epoch: int, batch: int) -> Place:
@@ -75,7 +75,7 @@ def test_run_with_a_history_is_the_run_without(how: str, monkeypatch: pytest.Mon
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         if how == "unwritable":
             (directory / "fault_tolerance" / "run" / FILE_NAME).mkdir(parents=True, exist_ok=True)
-        trainer = fit_net(callbacks, directory)
+        trainer = fit_eight(callbacks, directory)
         if how == "each-boundary" and directory.name != "uninterrupted":
             signs = [line for line in lines_of(directory) if line["event"] == "alive"]
             assert len(signs) >= 10  # where an autosave is due at a boundary it is sign enough
@@ -223,7 +223,7 @@ def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
 
     def main(*faults: Callback) -> None:
         for number in range(2):
-            fit_net([protected(), *(faults if number else ())], tmp_path, max_epochs=1)
+            fit_eight([protected(), *(faults if number else ())], tmp_path, max_epochs=1)
 
     assert run(lambda: main(KillAt(2))).exit_code == -signal.SIGKILL
     assert run(main).exit_code == 0
@@ -237,7 +237,7 @@ def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> Non
     """Where the script fails behind its fit the autosaves stay, and the next process is of the same chapter."""
 
     def main(*, fails: bool) -> None:
-        fit_net([protected()], tmp_path)
+        fit_eight([protected()], tmp_path)
         if fails:
             raise RuntimeError("in the evaluation")
 
@@ -251,7 +251,7 @@ def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> Non
 
 def test_deadline_is_a_reason(tmp_path: Path) -> None:
     """A run that a deadline stops says so."""
-    ended = run(lambda: fit_net([FaultTolerance(deadline=timedelta(seconds=0.5))], tmp_path, max_epochs=-1))
+    ended = run(lambda: fit_eight([FaultTolerance(deadline=timedelta(seconds=0.5))], tmp_path, max_epochs=-1))
     assert ended.exit_code == 75
     [fit] = chapter_of(tmp_path).fits
     assert fit.reason == "stopped by the deadline"
@@ -260,7 +260,7 @@ def test_deadline_is_a_reason(tmp_path: Path) -> None:
 
 def test_fit_of_nobody_is_not_told(tmp_path: Path) -> None:
     """``fast_dev_run`` leaves no history, as it leaves no autosave."""
-    assert run(lambda: fit_net([protected()], tmp_path, fast_dev_run=True)).exit_code == 0
+    assert run(lambda: fit_eight([protected()], tmp_path, fast_dev_run=True)).exit_code == 0
     assert find_runs(str(tmp_path)) == []
 
 
@@ -286,7 +286,7 @@ def test_fits_in_other_processes_are_of_the_process_of_the_script(tmp_path: Path
 
     def main() -> None:
         for _ in range(2):
-            fit_net([protected()], tmp_path, strategy="ddp_fork", devices=1, max_epochs=1)
+            fit_eight([protected()], tmp_path, strategy="ddp_fork", devices=1, max_epochs=1)
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
@@ -299,7 +299,7 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
     """Of two ranks one writes: there is one beginning, one start of two ranks, and one line of each autosave."""
 
     def main(rank: int) -> None:
-        fit_net([protected(run_id="run")], tmp_path, strategy="ddp", devices=2, max_epochs=1)
+        fit_eight([protected(run_id="run")], tmp_path, strategy="ddp", devices=2, max_epochs=1)
 
     outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
     assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=60.0) == 0, outputs[0].read_text()

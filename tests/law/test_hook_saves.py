@@ -19,17 +19,17 @@ from tests.law.test_iterable import Stream
 from tests.law.test_model import TwoValidations
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import run
-from tests.runs import Fetches, Net, NoisyDataset, TwoLoaders, Unsized, fit_net
+from tests.runs import Fetches, Net, NoisyDataset, TwoLoaders, Unsized, eight_batches, fit_net
 
-# Hook and the call of it in which is saved; an epoch has 8 batches and 2 validation batches.
+# Hook and the call of it in which is saved; an epoch has 5 batches and 2 validation batches.
 CALLS = [
     ("on_train_batch_start", 0),
-    ("on_train_batch_start", 11),
+    ("on_train_batch_start", 7),
     ("on_before_optimizer_step", 3),
     ("on_train_batch_end", 0),
+    ("on_train_batch_end", 2),
     ("on_train_batch_end", 4),
-    ("on_train_batch_end", 7),
-    ("on_train_batch_end", 15),
+    ("on_train_batch_end", 9),
     ("on_train_epoch_start", 0),
     ("on_train_epoch_start", 1),
     ("on_train_epoch_end", 0),
@@ -54,7 +54,7 @@ def test_saved_by_the_module(hook: str, at: int) -> None:
     assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
 
 
-@pytest.mark.parametrize(("hook", "at"), [("on_train_batch_end", 7), ("on_train_epoch_end", 0)])
+@pytest.mark.parametrize(("hook", "at"), [("on_train_batch_end", 4), ("on_train_epoch_end", 0)])
 def test_saved_by_a_callback_that_derives_from_checkpoint(hook: str, at: int) -> None:
     """A callback that derives from ``Checkpoint`` may save: Lightning calls it last."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at, kind=SavingCheckpoint)], enable_checkpointing=True)
@@ -120,7 +120,7 @@ INTERVALS: list[dict[str, Any]] = [
 def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, arguments: dict[str, Any]) -> None:
     """Whether it was due behind the batch, was under way or had been run, its results are there once, and right."""
     epochs = {"max_epochs": 4} if "check_val_every_n_epoch" in arguments else {}
-    assert_goes_on_from(hook, users=lambda: [saver(hook, at)], **arguments, **epochs)
+    assert_goes_on_from(hook, users=lambda: [saver(hook, at)], train=eight_batches, **arguments, **epochs)
 
 
 @pytest.mark.filterwarnings("ignore:Your .val_dataloader.*shuffling")
@@ -138,7 +138,7 @@ def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
     )
 
 
-@pytest.mark.parametrize("at", [3, 9])
+@pytest.mark.parametrize("at", [3, 6])
 def test_last_step_of_all_by_max_steps(at: int) -> None:
     """Behind the last step of all the end of the epoch is still owed: its validation run, its logged means."""
     assert_goes_on_from(
@@ -156,7 +156,7 @@ class Plateau(Net):
 
 
 @pytest.mark.parametrize(
-    ("hook", "at"), [("on_train_epoch_end", 1), ("on_validation_end", 1), ("on_train_batch_end", 15)]
+    ("hook", "at"), [("on_train_epoch_end", 1), ("on_validation_end", 1), ("on_train_batch_end", 9)]
 )
 def test_plateau_schedulers_step_once(hook: str, at: int) -> None:
     """A scheduler that was to step at the end of the epoch does so once."""
@@ -166,7 +166,7 @@ def test_plateau_schedulers_step_once(hook: str, at: int) -> None:
 # Lightning's own ModelCheckpoint: its file is one to go on from.
 
 TRIGGERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "steps": ("on_train_batch_end", {"every_n_train_steps": 5}),
+    "steps": ("on_train_batch_end", {"every_n_train_steps": 3}),
     "time": ("on_train_batch_end", {"train_time_interval": timedelta(microseconds=1)}),
     "epoch": ("on_train_epoch_end", {"every_n_epochs": 1, "save_on_train_epoch_end": True}),
     "validation": ("on_validation_end", {"every_n_epochs": 1, "save_on_train_epoch_end": False}),
@@ -235,7 +235,7 @@ def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> Non
     def main(callbacks: list[Callback], path: Path | None = None) -> None:
         fit_net(callbacks, tmp_path, module=Teacher(), ckpt_path=path)
 
-    run(lambda: main([protected(), saver("on_train_batch_end", 3), KillAt(6)]))
+    run(lambda: main([protected(), saver("on_train_batch_end", 2), KillAt(4)]))
     newest = autosaves(tmp_path)[-1]
     refused = run(lambda: main([protected()], tmp_path / "theirs.ckpt"))
     assert refused.exit_code == 1

@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Users, type[LightningModule], dict[str, Any]]] = {
         ("averages", "on_train_epoch_start", 4),
         ("averages", "on_train_epoch_end", 1),
         ("averages", "on_train_epoch_end", 3),
-        ("averages", "on_train_batch_end", 36),
+        ("averages", "on_train_batch_end", 22),
     ],
 )
 def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:

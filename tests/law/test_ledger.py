@@ -19,7 +19,7 @@ from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, path_of_rank
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.ledgers import compared, joined, read_ledger
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
-from tests.runs import Cut, Fetches, Net, NoisyDataset, TwoLoaders, Unsized, each_cut, each_num_workers, fit_net
+from tests.runs import Cut, Fetches, Net, NoisyDataset, TwoLoaders, Unsized, each_cut, each_num_workers, fit_eight
 from tests.sharded import ShardedNet, fsdp2
 
 
@@ -48,7 +48,7 @@ def assert_joins(
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         own = {name: value() if callable(value) else value for name, value in arguments.items()}
-        return fit_net([*callbacks, *behind()], directory, train=train and train(), module=module(), **own)
+        return fit_eight([*callbacks, *behind()], directory, train=train and train(), module=module(), **own)
 
     assert_resumes_exactly(fit, faults, options={"every_n_train_steps": every, "ledger": path})
     return assert_same_ledgers(path)
@@ -167,7 +167,7 @@ def test_goes_on_behind_a_fault_of_a_drill(hook: str, module: type[Net], tmp_pat
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         for place in [callback.place for callback in callbacks if isinstance(callback, Ask)]:
             os.environ[FAULT_VARIABLE] = place
-        return fit_net(callbacks, directory, module=module())
+        return fit_eight(callbacks, directory, module=module())
 
     path = tmp_path / "ledger.jsonl"
     faults = [Ask(f"1:0:3:{hook}"), Ask(f"1:1:5:{hook}")]

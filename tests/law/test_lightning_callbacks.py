@@ -33,11 +33,11 @@ from lightning_faulttolerant.trainer.recorder import Recorder
 from tests.law.test_monitors import Clock
 from tests.law.test_stochastic_weight_averaging import PlainNet
 from tests.processes import run
-from tests.runs import RaiseAt, assert_exact, fit_net
+from tests.runs import RaiseAt, assert_exact, eight_batches, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
-NUM_BATCHES = 8
+NUM_BATCHES = 5
 
 
 # Unfreezing.
@@ -79,14 +79,14 @@ class Unfreezing(BaseFinetuning):
             optimizer.param_groups[-1]["weight_decay"] = 0.3
 
 
-@pytest.mark.parametrize("kill", [3, 8, 12, 23])
+@pytest.mark.parametrize("kill", [3, 5, 7, 14])
 def test_unfreezing(kill: int) -> None:
     """Killed before, in and behind the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
     [cost] = assert_exact(lambda: [Unfreezing()], KillAt(kill), module=Backbone, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize("kill", [8, 12])
+@pytest.mark.parametrize("kill", [5, 7])
 def test_unfreezing_a_backbone(kill: int) -> None:
     """So it is with a BackboneFinetuning, which moves the learning rate of its group."""
     users = lambda: [BackboneFinetuning(1, lambda epoch: 1.5, train_bn=False)]  # noqa: E731
@@ -94,7 +94,7 @@ def test_unfreezing_a_backbone(kill: int) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 7)), ("on_train_epoch_end", (1, 8))])
+@pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 4)), ("on_train_epoch_end", (1, 5))])
 def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
     """What is saved never has groups that its moment had not: behind an unfreezing the last autosave stays."""
     users = lambda: [Unfreezing()]  # noqa: E731
@@ -117,7 +117,7 @@ def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) ->
 # Accumulation by epoch, and stopping early.
 
 
-@pytest.mark.parametrize("kill", [3, 8, 12, 18])
+@pytest.mark.parametrize("kill", [3, 5, 9, 12])
 def test_accumulation_by_epoch(kill: int) -> None:
     """The factor is that of the epoch in which the run goes on."""
     users = lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]  # noqa: E731
@@ -134,8 +134,9 @@ def test_early_stopping_within_an_epoch(arguments: dict[str, int], kill: int) ->
     def users() -> list[Callback]:
         return [EarlyStopping("val_loss", patience=1, min_delta=100.0, check_on_train_epoch_end=False)]
 
-    [cost] = assert_exact(users, KillAt(kill), val_check_interval=4, max_epochs=6, **arguments)
-    assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
+    train = eight_batches()
+    [cost] = assert_exact(users, KillAt(kill), train=train, val_check_interval=4, max_epochs=6, **arguments)
+    assert (cost.epoch, cost.batch) == divmod(kill, len(train))
 
 
 # Monitors and users' callbacks.
@@ -149,7 +150,7 @@ class TwoRates(PlainNet):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-@pytest.mark.parametrize("kill", [8, 13])
+@pytest.mark.parametrize("kill", [5, 8])
 def test_learning_rate_monitor_of_groups(kill: int) -> None:
     """Loggers get the same rates at the same steps, and its history is that of the whole run."""
 
@@ -166,7 +167,7 @@ def test_learning_rate_monitor_of_groups(kill: int) -> None:
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
-@pytest.mark.parametrize("kill", [8, 13])
+@pytest.mark.parametrize("kill", [5, 8])
 def test_learning_rate_monitor_of_an_unfreezing(kill: int) -> None:
     """So it is where groups are added, and the names of the rates change."""
     users = lambda: [Unfreezing(), LearningRateMonitor()]  # noqa: E731
@@ -224,7 +225,8 @@ for counted in (
 )
 def test_callback_whose_state_changes_in_every_hook(fault: Any) -> None:
     """Each hook is counted once for each time that it would have run in an uninterrupted run."""
-    assert_exact(lambda: [CountsHooks()], fault, val_check_interval=4, options={**ALWAYS, **EVERY_STEP})
+    options = {**ALWAYS, **EVERY_STEP}
+    assert_exact(lambda: [CountsHooks()], fault, train=eight_batches(), val_check_interval=4, options=options)
 
 
 class Follows(Callback):
@@ -239,7 +241,7 @@ class Follows(Callback):
             next(pl_module.parameters()).add_(self.recent.compute(), alpha=0.01)
 
 
-@pytest.mark.parametrize("kill", [3, 13])
+@pytest.mark.parametrize("kill", [3, 8])
 def test_metric_that_a_callback_holds(kill: int) -> None:
     """A metric in an attribute of a callback goes on like those of the module."""
     assert_exact(lambda: [Follows()], KillAt(kill))
@@ -253,7 +255,7 @@ def test_lambda_callback() -> None:
             next(pl_module.parameters()).mul_(0.99)
 
     users = lambda: [LambdaCallback(on_train_epoch_start=scale, on_train_batch_end=scale)]  # noqa: E731
-    assert_exact(users, KillAt(13))
+    assert_exact(users, KillAt(8))
 
 
 def test_lambda_callback_that_saves_of_now() -> None:
@@ -272,7 +274,7 @@ def test_lambda_callback_that_saves_of_now() -> None:
 
     options = {**ALWAYS, "every_n_train_steps": 3}
     [cost] = assert_exact(users, RaiseAt("on_validation_end", 0), options=options)
-    assert (cost.epoch, cost.batch) == (0, 6)
+    assert (cost.epoch, cost.batch) == (0, 3)
 
 
 # Time.
@@ -300,12 +302,12 @@ def test_time_limit(tmp_path: Path) -> None:
         callbacks = [Noting(timedelta(seconds=1.5), notes), FaultTolerance(**EVERY_STEP), *faults]
         fit_net(callbacks, tmp_path, max_epochs=-1)
 
-    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(4))).exit_code == -signal.SIGKILL
     assert run(main).exit_code == 0
     lines = [line.split() for line in notes.read_text().splitlines()]
     killed, resumed = (
         [float(left) for process, _, left in lines if process == p] for p in {line[0]: 0 for line in lines}
     )
-    assert [step for _, step, _ in lines].count("5") == 2
-    assert resumed[0] == killed[-1] == 1.5 - 5 * 0.125
+    assert [step for _, step, _ in lines].count("4") == 2
+    assert resumed[0] == killed[-1] == 1.5 - 4 * 0.125
     assert resumed[-1] == 0.125

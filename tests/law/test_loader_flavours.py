@@ -20,6 +20,7 @@ from tests.runs import (
     assert_goes_on,
     each_cut,
     each_num_workers,
+    eight_batches,
     make_trainer,
 )
 
@@ -156,7 +157,8 @@ def test_limited_training_batches(name: str, kill: int, num_workers: int) -> Non
 def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) -> None:
     """A validation run over a part of its loader is that part, and its workers go on."""
     validation = shuffled(num_workers, 16, persistent_workers=num_workers > 0)
-    assert_goes_on(cut, validation=validation, limit_val_batches=limit, val_check_interval=4)
+    limits = {"limit_val_batches": limit, "val_check_interval": 4}
+    assert_goes_on(cut, train=eight_batches, validation=validation, **limits)
 
 
 @each_num_workers

@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import files_below, run_whole_and_killed
 from tests.processes import run
-from tests.runs import Net, fit_net
+from tests.runs import Net, fit_eight, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
 
@@ -40,7 +40,7 @@ class LateNet(Net):
 
 def fit_logging(callbacks: list[Callback], directory: Path, loggers: Loggers, **arguments: Any) -> Any:
     """Fit with loggers."""
-    return fit_net(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
+    return fit_eight(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

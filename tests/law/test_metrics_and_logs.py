@@ -27,7 +27,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, RaiseAt, assert_exact, fit_net
+from tests.runs import Net, NoisyDataset, RaiseAt, assert_exact, eight_batches, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}
@@ -238,6 +238,7 @@ def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
         hook,
         users=lambda: [LogsToo(), saver(hook, at)],
         module=EveryMetric,
+        train=eight_batches,
         validation=lambda: [DataLoader(NoisyDataset(length), batch_size=4) for length in (12, 8)],
         val_check_interval=4,
         num_sanity_val_steps=0,
@@ -275,7 +276,7 @@ class Persistent(Net):
         self.log("best", self.tracker.best_metric())
 
 
-@pytest.mark.parametrize("kill", [3, 13])
+@pytest.mark.parametrize("kill", [3, 8])
 def test_tracker_in_the_state_dict(kill: int) -> None:
     """Metrics that a tracker has made, and that are in the ``state_dict``, are there before it is loaded."""
     assert_exact(list, KillAt(kill), module=Persistent)
@@ -295,7 +296,7 @@ class Mask(Net):
 
 def test_buffer_of_bytes() -> None:
     """A buffer of bytes outside the ``state_dict`` goes on."""
-    assert_exact(list, KillAt(13), module=Mask)
+    assert_exact(list, KillAt(8), module=Mask)
 
 
 class Late(Metric):

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import Runs, files_below, run_whole_and_killed
 from tests.law.test_monitors import Clock
 from tests.processes import run
-from tests.runs import fit_net
+from tests.runs import fit_eight
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),
@@ -59,7 +59,7 @@ def fit_saving(
 ) -> None:
     """Fit, and write down what the ModelCheckpoints know then."""
     arguments = {"enable_checkpointing": True, "logger": logger, **arguments}
-    trainer = fit_net([*saving, *callbacks], directory, **arguments)
+    trainer = fit_eight([*saving, *callbacks], directory, **arguments)
     found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     (directory / "known.json").write_text(json.dumps([known(callback, directory) for callback in found], indent=1))
 

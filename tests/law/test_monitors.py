@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_faulttolerant.trainer.adapters import compat as adapters
 from tests.kills import run_whole_and_killed
-from tests.runs import Cut, each_cut, fit_net
+from tests.runs import Cut, each_cut, fit_eight
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_elapsed_time_goes_on(kill: int, every: int, max_time: int | None, num_b
     def main(callbacks: list[Callback], directory: Path) -> None:
         timers = [Timer()] if max_time is None else []
         limit = None if max_time is None else timedelta(seconds=max_time)
-        fit_net([*timers, Watch(directory / "watched.jsonl"), *callbacks], directory, max_time=limit)
+        fit_eight([*timers, Watch(directory / "watched.jsonl"), *callbacks], directory, max_time=limit)
 
     runs = run_whole_and_killed(main, tmp_path, [min(kill, num_batches - 1)], every_n_train_steps=every)
     whole, killed = (
@@ -85,7 +85,7 @@ def test_learning_rate_monitor_goes_on(cut: Cut, interval: Any, tmp_path: Path) 
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         monitor = LearningRateMonitor(logging_interval=interval, log_momentum=True, log_weight_decay=True)
-        fit_net([monitor, *callbacks], directory, logger=CSVLogger(directory), log_every_n_steps=2)
+        fit_eight([monitor, *callbacks], directory, logger=CSVLogger(directory), log_every_n_steps=2)
         kept = [monitor.lrs, monitor.last_momentum_values, monitor.last_weight_decay_values]
         (directory / "kept.json").write_text(json.dumps(kept))
 

@@ -16,7 +16,7 @@ from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_e
 from lightning_faulttolerant.trainer.capture import PARTS
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, NoisyDataset, fit_eight
 
 
 class LogsItsMetric(Callback):
@@ -62,7 +62,7 @@ def assert_goes_on_without(part: str | None, needs: Needs) -> None:
     """Hold a run to the law, killed in the first epoch at batch 5, resumed without `part`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(
+        return fit_eight(
             [*needs.users(), *callbacks],
             directory,
             train=needs.train(),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Ended, run
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, NoisyDataset, fit_eight
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed from:UserWarning",
@@ -39,7 +39,7 @@ def fit(
     """Fit with an autosave at every step and a file for every epoch."""
     saving = saving or ModelCheckpoint(save_top_k=-1, every_n_epochs=1, filename="{epoch}")
     protected = FaultTolerance(directory / "autosaves", run_id=run_id, every_n_train_steps=1)
-    return fit_net([*faults, protected, saving], directory, enable_checkpointing=True, **arguments)
+    return fit_eight([*faults, protected, saving], directory, enable_checkpointing=True, **arguments)
 
 
 def ended_well(ended: Ended) -> None:
@@ -91,7 +91,7 @@ def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
         logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
         train = DataLoader(NoisyDataset(), batch_size=batch_size, shuffle=True)
         protected = FaultTolerance(tmp_path / "autosaves", run_id="a", every_n_train_steps=4)
-        fit_net([*faults, protected], tmp_path, logger=logger, train=train)
+        fit_eight([*faults, protected], tmp_path, logger=logger, train=train)
 
     file = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
     assert run(lambda: main(KillAt(7), batch_size=4)).exit_code == -signal.SIGKILL

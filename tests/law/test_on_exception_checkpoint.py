@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import fit_net
+from tests.runs import fit_eight
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning"),
@@ -47,7 +47,7 @@ def test_goes_on_from_the_autosave(fault: Callback, goes_on_at: tuple[int, int],
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         own = OnExceptionCheckpoint(directory / "own")
         all_callbacks = [own, *callbacks] if is_first else [*callbacks, own]
-        return fit_net(all_callbacks, directory, enable_checkpointing=True, val_check_interval=4)
+        return fit_eight(all_callbacks, directory, enable_checkpointing=True, val_check_interval=4)
 
     first, second = assert_resumes_exactly(fit, [fault, KillAt(2)], options={"every_n_train_steps": 1})
     assert (first.epoch, first.batch) == goes_on_at

@@ -34,6 +34,7 @@ from tests.runs import (
     Squares,
     TwoLoaders,
     Unsized,
+    fit_eight,
     fit_net,
 )
 
@@ -299,7 +300,7 @@ def test_iterable_data_set_is_refused_with_other_workers(place: str, before: int
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = after if list(directory.rglob("autosave-*.ckpt")) else before
-        return fit_net(callbacks, directory, **{place: DataLoader(Squares(), batch_size=4, num_workers=num_workers)})
+        return fit_eight(callbacks, directory, **{place: DataLoader(Squares(), batch_size=4, num_workers=num_workers)})
 
     said = f"{place}/0.num_workers of an iterable data set: {before} when it was saved, {after} now"
     with pytest.raises(NotTheSame, match=said):

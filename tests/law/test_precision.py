@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_faulttolerant import FaultTolerance, NotExactError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.processes import run
-from tests.runs import Net, fit_net
+from tests.runs import Net, fit_eight
 
 OPTIONS = {"every_n_train_steps": 1}
 
@@ -42,7 +42,7 @@ def test_each_precision_goes_on(precision: Any, kill: int) -> None:
     """Double weights are not loaded through 32 bits, and of half and of mixed ones nothing is lost."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(callbacks, directory, precision=precision)
+        return fit_eight(callbacks, directory, precision=precision)
 
     [cost] = assert_resumes_exactly(fit, [KillAt(kill)], options=OPTIONS)
     assert (cost.epoch, cost.batch) == divmod(kill, 8)
@@ -53,7 +53,7 @@ def test_a_module_that_becomes_double_behind_the_load_is_refused(tmp_path: Path)
 
     def fit(*callbacks: Callback, **options: Any) -> FaultTolerance:
         ours = FaultTolerance(tmp_path / "saves", run_id="double", every_n_train_steps=1, **options)
-        fit_net([ours, *callbacks], tmp_path, module=DoubleNet())
+        fit_eight([ours, *callbacks], tmp_path, module=DoubleNet())
         return ours
 
     assert run(lambda: fit(KillAt(3))).exit_code == -9
@@ -72,7 +72,7 @@ def test_a_scripted_norm_goes_on() -> None:
     """A flag that has the right value is not set: of a scripted module it can't be."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net(callbacks, directory, module=ScriptedNet())
+        return fit_eight(callbacks, directory, module=ScriptedNet())
 
     [cost] = assert_resumes_exactly(fit, [KillAt(3)], options=OPTIONS)
     assert (cost.epoch, cost.batch) == (0, 3)

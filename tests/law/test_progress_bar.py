@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.kills import run_whole_and_killed
-from tests.runs import fit_net
+from tests.runs import fit_eight
 
 
 class Look(Callback):
@@ -64,7 +64,7 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         bars: list[Callback] = [BARS[bar](), Look(directory / f"shown-{len(callbacks)}.jsonl")]
-        fit_net([*bars, *callbacks], directory, enable_progress_bar=True)
+        fit_eight([*bars, *callbacks], directory, enable_progress_bar=True)
 
     runs = run_whole_and_killed(main, tmp_path, [kill])
     whole, resumed = (
@@ -107,7 +107,7 @@ def test_report_does_not_tear_the_bar(bar: str, tmp_path: Path) -> None:
     """The report stands once, in lines of its own."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        fit_net([BARS[bar](), *callbacks], directory, enable_progress_bar=True)
+        fit_eight([BARS[bar](), *callbacks], directory, enable_progress_bar=True)
 
     output = run_whole_and_killed(main, tmp_path, [5]).outputs[-1]
     assert len(re.findall("Resumed exactly", output)) == 1
@@ -120,7 +120,7 @@ def test_bar_that_is_switched_off_stays_so(bar: type[Any], tmp_path: Path) -> No
     """A bar that shows nothing shows nothing behind a resume either."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        fit_net([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
+        fit_eight([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
 
     output = run_whole_and_killed(main, tmp_path, [5]).outputs[-1]
     assert "resumed at" not in output

@@ -17,7 +17,7 @@ from lightning_faulttolerant.testing import KillAt
 from tests.hook_saves import NAME, assert_goes_on_from, saver
 from tests.processes import run
 from tests.rank_runs import assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_eight
 
 pytestmark = for_ranks
 
@@ -52,7 +52,7 @@ def calm() -> list[Callback]:
     return [detection, Shows(detection)]
 
 
-@each_cut
+@each_short_cut
 def test_running_mean_goes_on(cut: Cut) -> None:
     """Its window, its last value and its batches are those of the uninterrupted run."""
     assert_goes_on(cut, users=calm)
@@ -68,7 +68,7 @@ def find_spike(directory: Path, *callbacks: Callback) -> None:
     """Fit a module with a spike; what is found is in ``skip.json``."""
     skip = str(directory / "skip.json")
     detection = SpikeDetection(window=4, warmup=2, rtol=100.0, exclude_batches_path=skip)
-    fit_net([detection, *callbacks], directory, module=Spiky())
+    fit_eight([detection, *callbacks], directory, module=Spiky())
 
 
 @pytest.mark.parametrize("kill", [SPIKE, SPIKE - 2, 3])
@@ -98,7 +98,7 @@ def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> N
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
         callbacks = [FaultTolerance(tmp_path / "autosaves"), *saving, *calm()]
-        fit_net(callbacks, tmp_path, ckpt_path=path, max_epochs=1)
+        fit_eight(callbacks, tmp_path, ckpt_path=path, max_epochs=1)
 
     saved = run(lambda: main(None))
     assert saved.exit_code == 0, saved.output

@@ -17,7 +17,7 @@ from tests.hook_saves import NAME, assert_goes_on_from, saver
 from tests.kills import run_whole_and_killed
 from tests.processes import run
 from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, eight_batches, fit_eight
 
 pytestmark = for_ranks
 
@@ -72,7 +72,7 @@ def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         ordered = [monitor(), *callbacks] if in_front else [*callbacks, monitor()]
-        fit_net([Moves(), *ordered], directory, module=Measured(), logger=CSVLogger(directory), val_check_interval=4)
+        fit_eight([Moves(), *ordered], directory, module=Measured(), logger=CSVLogger(directory), val_check_interval=4)
 
     runs = run_whole_and_killed(main, tmp_path, [cut.kill], every_n_train_steps=cut.every)
     expected = rows(runs.whole)
@@ -101,7 +101,7 @@ def test_saved_in_front_of_its_hook() -> None:
     def users() -> list[Callback]:
         return [Moves(), saver("on_validation_end", 0), monitor()]
 
-    assert_goes_on_from("on_validation_end", users=users, module=Measured, val_check_interval=4)
+    assert_goes_on_from("on_validation_end", users=users, module=Measured, train=eight_batches, val_check_interval=4)
 
 
 def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> Non
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
         callbacks = [FaultTolerance(tmp_path / "autosaves"), *saving, monitor()]
-        fit_net(callbacks, tmp_path, module=Measured(), ckpt_path=path, max_epochs=1)
+        fit_eight(callbacks, tmp_path, module=Measured(), ckpt_path=path, max_epochs=1)
 
     saved = run(lambda: main(None))
     assert saved.exit_code == 0, saved.output

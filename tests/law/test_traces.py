@@ -21,7 +21,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+from tests.runs import Net, NoisyDataset, fit_eight, make_trainer
 
 
 def ours(value: Any, seen: set[int] | None = None, depth: int = 0) -> list[str]:
@@ -106,7 +106,7 @@ def test_two_fits_and_a_test_with_one_trainer(tmp_path: Path) -> None:
 
 def test_validate_and_test_touch_no_autosave(tmp_path: Path) -> None:
     """Between a crash and its resume, validate and test leave the autosaves alone."""
-    run(lambda: fit_net([protected(), KillAt(5)], tmp_path))
+    run(lambda: fit_eight([protected(), KillAt(5)], tmp_path))
     before = {path: path.stat().st_mtime_ns for path in autosaves(tmp_path)}
     assert before
 
@@ -124,7 +124,7 @@ def test_no_effect_on_trial_runs(argument: dict[str, Any], tmp_path: Path) -> No
 
     def main() -> None:
         arguments = {} if "fast_dev_run" in argument else dict.fromkeys(["log_every_n_steps"], None)
-        fit_net([protected()] if "fast_dev_run" in argument else [], tmp_path, **{**arguments, **argument})
+        fit_eight([protected()] if "fast_dev_run" in argument else [], tmp_path, **{**arguments, **argument})
 
     if "barebones" in argument:
         pytest.importorskip("lightning")
@@ -199,7 +199,7 @@ def test_environment_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
 
     def main(name: str, *callbacks: Callback) -> None:
-        trainer = fit_net([CountBatches(), *callbacks], tmp_path / name)
+        trainer = fit_eight([CountBatches(), *callbacks], tmp_path / name)
         tell(tmp_path, name, weights(trainer))
 
     assert run(lambda: main("whole")).exit_code == 0
@@ -219,7 +219,7 @@ def test_second_sigint_stops_at_once(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 tell(tmp_path, "after", copy.copy(batch_idx))
 
-    assert run(lambda: fit_net([protected(), Interrupt()], tmp_path)).exit_code == 130
+    assert run(lambda: fit_eight([protected(), Interrupt()], tmp_path)).exit_code == 130
     assert told(tmp_path, "after") == []
 
 
@@ -227,7 +227,7 @@ def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
     """A stop ends the process: the script does not go on as if training had ended."""
 
     def main() -> None:
-        fit_net([protected(), KillAt(3, signum=signal.SIGTERM)], tmp_path)
+        fit_eight([protected(), KillAt(3, signum=signal.SIGTERM)], tmp_path)
         tell(tmp_path, "after", 1)
 
     assert run(main).exit_code == 143
@@ -251,7 +251,7 @@ def test_stop_signal_when_the_fit_is_all_but_over(hook: str, tmp_path: Path) -> 
 
     def main(*faults: Callback) -> None:
         count = CountBatches()
-        trainer = fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
+        trainer = fit_eight([protected(), count, *faults], tmp_path, max_epochs=1)
         if hook == "on_fit_end" and faults:
             os.kill(os.getpid(), signal.SIGTERM)  # Lightning's and our handlers are gone: the process just ends
         tell(tmp_path, "ended", [count.num_batches, weights(trainer)])

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Script, run
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, NoisyDataset, fit_eight
 
 
 def weights(trainer: Any) -> str:
@@ -70,7 +70,7 @@ def folds(directory: Path, kill: tuple[int, int] | None) -> None:
         count = CountBatches()
         rows = Subset(NoisyDataset(), [i for i in range(32) if i % 3 != fold])
         loader = DataLoader(rows, batch_size=4, shuffle=True, drop_last=True)
-        trainer = fit_net([protected(), count, *killing], directory, train=loader, max_epochs=1)
+        trainer = fit_eight([protected(), count, *killing], directory, train=loader, max_epochs=1)
         result = trainer.callback_metrics["val_loss"].item()
         tell(directory, "folds", [fold, count.num_batches, weights(trainer), result])
 
@@ -95,7 +95,7 @@ def test_killed_in_one_of_several_fits(fold: int, tmp_path: Path) -> None:
 def fit_and_test(directory: Path, *, kill_in_test: bool) -> None:
     """Fit, then test."""
     count = CountBatches()
-    trainer = fit_net([protected(), count], directory)
+    trainer = fit_eight([protected(), count], directory)
     tell(directory, "fit", [count.num_batches, weights(trainer)])
     if kill_in_test:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
 
     def main() -> None:
         count = CountBatches()
-        fit_net([protected(), count], tmp_path)
+        fit_eight([protected(), count], tmp_path)
         tell(tmp_path, "batches", count.num_batches)
 
     assert run(main).exit_code == 0
@@ -134,12 +134,12 @@ def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
 
     def main(max_epochs: int, kill: bool) -> None:
         count = CountBatches()
-        trainer = fit_net([protected(), count], tmp_path / "short", max_epochs=max_epochs)
+        trainer = fit_eight([protected(), count], tmp_path / "short", max_epochs=max_epochs)
         tell(tmp_path, "short", [count.num_batches, weights(trainer)])
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
+    run(lambda: tell(tmp_path, "long", weights(fit_eight([], tmp_path / "long", max_epochs=3))))
     run(lambda: main(2, kill=True))
     ended = run(lambda: main(3, kill=False), seed=99)
     assert ended.exit_code == 0, ended.output
@@ -148,9 +148,11 @@ def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
 
 def test_max_epochs_may_be_raised_in_the_middle(tmp_path: Path) -> None:
     """A killed fit goes on with more epochs than it was started with."""
-    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
-    run(lambda: fit_net([protected(), KillAt(5)], tmp_path / "short", max_epochs=2))
-    ended = run(lambda: tell(tmp_path, "s", weights(fit_net([protected()], tmp_path / "short", max_epochs=3))), seed=99)
+    run(lambda: tell(tmp_path, "long", weights(fit_eight([], tmp_path / "long", max_epochs=3))))
+    run(lambda: fit_eight([protected(), KillAt(5)], tmp_path / "short", max_epochs=2))
+    ended = run(
+        lambda: tell(tmp_path, "s", weights(fit_eight([protected()], tmp_path / "short", max_epochs=3))), seed=99
+    )
     assert ended.exit_code == 0, ended.output
     assert told(tmp_path, "s") == told(tmp_path, "long")
 
@@ -163,7 +165,7 @@ def test_other_arguments_are_another_run(tmp_path: Path) -> None:
 
     def main(name: str, *faults: Callback) -> None:
         count = CountBatches()
-        fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
+        fit_eight([protected(), count, *faults], tmp_path, max_epochs=1)
         tell(tmp_path, name, count.num_batches)
 
     run(lambda: main("one", KillAt(5)), arguments=("--lr=1",))
@@ -184,10 +186,10 @@ def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
                 while not (tmp_path / "go").exists():
                     time.sleep(0.01)
 
-    first = Script(lambda: fit_net([protected(), Wait()], tmp_path))
+    first = Script(lambda: fit_eight([protected(), Wait()], tmp_path))
     while not (tmp_path / "started").exists():
         time.sleep(0.01)
-    second = run(lambda: fit_net([protected()], tmp_path))
+    second = run(lambda: fit_eight([protected()], tmp_path))
     (tmp_path / "go").touch()
     assert first.wait().exit_code == 0
     assert second.exit_code == 1
@@ -205,7 +207,7 @@ def pretrained(tmp_path: Path) -> Path:
     path = tmp_path / "pretrained.ckpt"
 
     def main() -> None:
-        trainer = fit_net([], tmp_path / "pretraining", max_epochs=1)
+        trainer = fit_eight([], tmp_path / "pretraining", max_epochs=1)
         trainer.save_checkpoint(path)
 
     assert run(main, seed=7).exit_code == 0
@@ -214,7 +216,7 @@ def pretrained(tmp_path: Path) -> Path:
 
 def finetune(directory: Path, path: Path, *faults: Callback) -> None:
     """Go on from a pretrained checkpoint."""
-    trainer = fit_net([protected(), *faults], directory, ckpt_path=path)
+    trainer = fit_eight([protected(), *faults], directory, ckpt_path=path)
     tell(directory, "weights", weights(trainer))
 
 
@@ -250,7 +252,7 @@ def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_p
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
         callbacks = [protected(every_n_train_steps=interval), last, *faults]
-        fit_net(callbacks, tmp_path, enable_checkpointing=True, ckpt_path="last")
+        fit_eight(callbacks, tmp_path, enable_checkpointing=True, ckpt_path="last")
 
     assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
     ended = run(main, seed=99)
@@ -292,7 +294,7 @@ def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
         callbacks = [protected(every_n_train_steps=100), last, *faults]
-        fit_net(callbacks, tmp_path, module=module(), enable_checkpointing=True, ckpt_path="last")
+        fit_eight(callbacks, tmp_path, module=module(), enable_checkpointing=True, ckpt_path="last")
 
     assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
     spoil(tmp_path / "checkpoints/last.ckpt")
@@ -309,7 +311,7 @@ def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
-        fit_net([protected(), last, *faults], tmp_path, module=ArgsNet(), enable_checkpointing=True, ckpt_path="last")
+        fit_eight([protected(), last, *faults], tmp_path, module=ArgsNet(), enable_checkpointing=True, ckpt_path="last")
 
     assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
     ended = run(main, seed=99)
@@ -349,7 +351,7 @@ def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) ->
 
     def main(*callbacks: Callback, learning_rate: float = 0.01, train: Any = None, **arguments: Any) -> None:
         train = train or DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=4, shuffle=True)
-        fit_net([*callbacks], tmp_path, train=train, module=TunedNet(learning_rate), **arguments)
+        fit_eight([*callbacks], tmp_path, train=train, module=TunedNet(learning_rate), **arguments)
 
     assert run(lambda: main(protected(), KillAt(5))).exit_code == -signal.SIGKILL
     refused = run(lambda: main(protected(), **CHANGES[change]()))
@@ -369,7 +371,7 @@ class Probe(Callback):
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(trainer.current_epoch)
-            probe = fit_net([self.callback or protected()], self.directory, max_epochs=1)
+            probe = fit_eight([self.callback or protected()], self.directory, max_epochs=1)
         tell(self.directory, "probes", [trainer.current_epoch, weights(probe)])
 
 
@@ -381,7 +383,7 @@ def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
     def main(directory: Path, *faults: Callback) -> None:
         callback = protected()
         probe = Probe(directory, callback if is_shared else None)
-        fit_net([*faults, callback, probe], directory, max_epochs=4)
+        fit_eight([*faults, callback, probe], directory, max_epochs=4)
 
     whole.mkdir(), killed.mkdir()
     ended = run(lambda: main(whole))
@@ -401,7 +403,7 @@ def test_module_whose_log_is_a_function(tmp_path: Path) -> None:
         module = Net()
         log = module.log
         module.log = lambda *args, **arguments: log(*args, **arguments)  # type: ignore[method-assign]
-        fit_net([*faults, protected()], tmp_path, module=module)
+        fit_eight([*faults, protected()], tmp_path, module=module)
 
     assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
     ended = run(main, seed=2)

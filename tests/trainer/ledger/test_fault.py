@@ -15,7 +15,7 @@ from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace, read_ledger
 from lightning_faulttolerant.trainer.ledger import opened
 from lightning_faulttolerant.trainer.ledger.fault import read_fault
-from tests.runs import Net, fit_net
+from tests.runs import Net, fit_eight
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def fit_with(directory: Path, *callbacks: Callback, module: LightningModule | No
     """Fit the same net from the same seed, with a ledger."""
     torch.manual_seed(1)
     own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl")
-    fit_net([own, *callbacks], directory, module=module, **arguments)
+    fit_eight([own, *callbacks], directory, module=module, **arguments)
 
 
 HOOKS = {

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+from tests.runs import Net, NoisyDataset, fit_eight, make_trainer
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
@@ -33,7 +33,7 @@ SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_b
 def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
     """Fit two batches with the callback, unless others are given."""
     own = callbacks or (FaultTolerance(directory / "saves"),)
-    return fit_net(list(own), directory, **{**SHORT, **arguments})
+    return fit_eight(list(own), directory, **{**SHORT, **arguments})
 
 
 def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer import deadline as deadline_module
 from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import NoisyDataset, fit_net
+from tests.runs import NoisyDataset, fit_eight
 from tests.stopped_ranks import RankProcesses
 
 pytestmark = [
@@ -89,7 +89,7 @@ class Job:
             plugin = SLURMEnvironment(auto_requeue=auto_requeue, requeue_signal=requeue_signal)
             chosen = {"train_time_interval": timedelta(hours=1), **options}
             callbacks = [FaultTolerance(dirpath=self.directory / "autosaves", **chosen), SlowBatches(seconds)]
-            fit = fit_net if self.num_ranks == 1 else rank_fit(self.num_ranks, **arguments)
+            fit = fit_eight if self.num_ranks == 1 else rank_fit(self.num_ranks, **arguments)
             extra = {"plugins": [plugin], **arguments} if self.num_ranks == 1 else {}
             if self.num_ranks > 1:
                 fit = rank_fit(self.num_ranks, plugins=[plugin], **arguments)
