@@ -23,7 +23,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.traces import Event, Trace, before, compare, read_trace
 from lightning_faulttolerant.trainer.recorder import Recorder, record_end
 from tests.rank_runs import RankNet, shuffled
-from tests.runs import NoisyDataset, fit_eight
+from tests.runs import NoisyDataset, fit_net
 
 NUM_RANKS = 2
 
@@ -84,7 +84,7 @@ def train(
             callbacks.insert(0, protections[-1])
         if fit == kill_fit:
             callbacks.append(KillOnce(directory, step=5, rank=1))
-        fit_eight(
+        fit_net(
             callbacks,
             directory,
             module=RankNet(),

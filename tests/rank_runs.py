@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, NoisyDataset, fit_eight
+from tests.runs import Cut, Net, NoisyDataset, fit_net
 
 # Advice of Lightning's: these laws are about values that differ from rank to rank.
 for_ranks = [
@@ -78,7 +78,7 @@ def rank_fit(
     """Return a fit of what the callables make on several ranks; `arguments` are the Trainer's."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_eight(
+        return fit_net(
             [*users(), *callbacks],
             directory,
             train=shuffled(num_ranks=num_ranks) if train is None else train(),

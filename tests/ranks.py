@@ -54,6 +54,10 @@ def _run_rank(main: Callable[[int], Any], rank: int, tmp_path: Path, num_ranks: 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=num_ranks, timeout=TIMEOUT
     )
+    # A rank that ended now would be an error in the others, which may still be connecting.
+    (tmp_path / f"connected-{rank}").touch()
+    while len(list(tmp_path.glob("connected-*"))) < num_ranks:
+        time.sleep(0.002)
     try:
         answer = main(rank)
     except Exception as error:  # noqa: BLE001 - what a rank raises is its answer

@@ -13,7 +13,7 @@ from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.plain import plain
 from lightning_faulttolerant.trainer.files import parts
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
-from tests.runs import Net, RaiseAt, fit_eight
+from tests.runs import Net, RaiseAt, fit_net
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,11 +32,11 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     callbacks = [
         FaultTolerance(directory, run_id="mine", every_n_train_steps=1, keep_last=1, save_on_exception=False),
-        ModelCheckpoint(dirpath=directory / "best", filename="five", every_n_train_steps=5),
+        ModelCheckpoint(dirpath=directory / "best", filename="three", every_n_train_steps=3),
         RaiseAt("on_train_epoch_end", 1),
     ]
     with pytest.raises(ZeroDivisionError):
-        fit_eight(callbacks, directory, module=Configured(), enable_checkpointing=True)
+        fit_net(callbacks, directory, module=Configured(), enable_checkpointing=True)
     return directory
 
 
@@ -62,9 +62,9 @@ def test_what_a_real_run_has_saved_is_shown(run_directory: Path, capsys: Capture
 
 def test_a_file_of_the_user_says_in_which_hook_it_was_saved(run_directory: Path, capsys: Capture) -> None:
     """Our part of a file that ModelCheckpoint saved shows the hook, with the place in the run."""
-    found = call(capsys, "inspect", run_directory / "best" / "five.ckpt")
+    found = call(capsys, "inspect", run_directory / "best" / "three.ckpt")
     [line] = [line for line in found.lines if line.startswith("saved at")]
-    assert "batch end: epoch 1, batch 7, step 15, in on_train_batch_end" in line
+    assert "batch end: epoch 1, batch 4, step 9, in on_train_batch_end" in line
 
 
 def test_the_text_says_what_the_file_holds(tmp_path: Path, capsys: Capture) -> None:

@@ -27,7 +27,7 @@ from lightning_faulttolerant.trainer.run import RUN_ID_VARIABLE
 from tests.law.test_which_run import protected
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, RaiseAt, fit_eight, make_trainer
+from tests.runs import Net, NoisyDataset, RaiseAt, eight_batches, fit_net, make_trainer
 
 pytestmark = for_ranks
 
@@ -51,13 +51,13 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def fit_one(directory: Path, *faults: Callback, **options: Any) -> Callable[[], Trainer]:
-    """Return a script of one fit of 2 epochs of 8 batches, with an autosave at every step."""
-    return lambda: fit_eight([protected(**options), *faults], directory)
+    """Return a script of one fit of 2 epochs of 5 batches, with an autosave at every step."""
+    return lambda: fit_net([protected(**options), *faults], directory)
 
 
 def place(epoch: int, batch: int) -> Place:
     """Return a place of such a fit."""
-    return Place(epoch=epoch, batch=batch, global_step=8 * epoch + batch)
+    return Place(epoch=epoch, batch=batch, global_step=5 * epoch + batch)
 
 
 # It changes nothing.
@@ -75,13 +75,13 @@ def test_run_with_a_history_is_the_run_without(how: str, monkeypatch: pytest.Mon
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         if how == "unwritable":
             (directory / "fault_tolerance" / "run" / FILE_NAME).mkdir(parents=True, exist_ok=True)
-        trainer = fit_eight(callbacks, directory)
+        trainer = fit_net(callbacks, directory)
         if how == "each-boundary" and directory.name != "uninterrupted":
             signs = [line for line in lines_of(directory) if line["event"] == "alive"]
-            assert len(signs) >= 10  # where an autosave is due at a boundary it is sign enough
+            assert len(signs) >= 8  # where an autosave is due at a boundary it is sign enough
         return trainer
 
-    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(7)], options={"every_n_train_steps": 2})
+    costs = assert_resumes_exactly(fit, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 2})
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL] * 2
 
 
@@ -98,18 +98,18 @@ def test_run_of_many_ends_is_told_whole(tmp_path: Path) -> None:
 
     The account of its time adds up.
     """
-    faults = [[KillAt(3)], [KillAt(2, signum=signal.SIGTERM)], [RaiseAt("on_train_epoch_start", 1)], []]
+    faults = [[KillAt(2)], [KillAt(1, signum=signal.SIGTERM)], [RaiseAt("on_train_epoch_start", 1)], []]
     codes = [run(fit_one(tmp_path, *fault)).exit_code for fault in faults]
     assert codes == [-signal.SIGKILL, 128 + signal.SIGTERM, 1, 0]
     chapter = chapter_of(tmp_path)
     assert ends(chapter) == [None, "stopped by SIGTERM", "ZeroDivisionError", "finished"]
     fits = chapter.fits
-    assert [fit.place for fit in fits] == [place(0, 0), place(0, 3), place(0, 6), place(0, 8)]
+    assert [fit.place for fit in fits] == [place(0, 0), place(0, 2), place(0, 4), place(0, 5)]
     assert [fit.resumed is not None and fit.resumed.continues for fit in fits] == [False, True, True, True]
-    assert [fit.num_autosaves for fit in fits] == [4, 4, 3, 9]
-    assert "Stopped by SIGTERM before batch 6 of epoch 0" in fits[1].text
+    assert [fit.num_autosaves for fit in fits] == [3, 3, 2, 6]
+    assert "Stopped by SIGTERM before batch 4 of epoch 0" in fits[1].text
     assert fits[2].text == "ZeroDivisionError: in on_train_epoch_start"
-    assert fits[1].saved == place(0, 6)
+    assert fits[1].saved == place(0, 4)
     assert [process.pid for process in chapter.processes] == list(dict.fromkeys(p.pid for p in chapter.processes))
     assert chapter.done is not None
     report = chapter_report(chapter)
@@ -131,7 +131,7 @@ def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
 
     assert run(fit_one(tmp_path, Looks())).exit_code == 0
     [fit] = chapter_of(tmp_path).fits
-    assert [autosave.place for autosave in fit.autosaves[:9]] == [place(0, b) for b in range(8)] + [place(1, 0)]
+    assert [autosave.place for autosave in fit.autosaves[:6]] == [place(0, b) for b in range(5)] + [place(1, 0)]
     assert all(autosave.seconds > 0 and not autosave.is_behind for autosave in fit.autosaves)
 
 
@@ -143,7 +143,7 @@ def test_autosaves_behind_training_are_told_when_they_are_written(tmp_path: Path
             [protection] = [callback for callback in trainer.callbacks if isinstance(callback, FaultTolerance)]
             protection._session.autosaver._writer.wait()
 
-    assert run(fit_one(tmp_path, Waits(), KillAt(6), async_save=True)).exit_code == -signal.SIGKILL
+    assert run(fit_one(tmp_path, Waits(), KillAt(4), async_save=True)).exit_code == -signal.SIGKILL
     assert run(fit_one(tmp_path, async_save=True)).exit_code == 0
     first, second = chapter_of(tmp_path).fits
     assert [autosave.is_behind for autosave in first.autosaves[:2]] == [False, True]
@@ -166,8 +166,8 @@ def test_signal_while_the_end_is_told_leaves_nothing_behind(tmp_path: Path, monk
     monkeypatch.setattr(LocalHistory, "flush", flush)
     trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path, max_epochs=1)
     with pytest.raises(SystemExit, match="3"):
-        trainer.fit(Net(), DataLoader(NoisyDataset(), batch_size=4), DataLoader(NoisyDataset(8), batch_size=4))
-    assert trainer.global_step == 8
+        trainer.fit(Net(), DataLoader(NoisyDataset(20), batch_size=4), DataLoader(NoisyDataset(8), batch_size=4))
+    assert trainer.global_step == 5
     assert "run" not in vars(trainer.fit_loop)
     assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)
     assert "process_dataloader" not in vars(trainer.strategy)
@@ -176,9 +176,9 @@ def test_signal_while_the_end_is_told_leaves_nothing_behind(tmp_path: Path, monk
 def test_validation_leaves_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a validation run there are no boundaries, and still the time of a kill is known."""
     monkeypatch.setattr(history_module, "ALIVE_EVERY_SECONDS", (0.0, 0.0))
-    assert run(fit_one(tmp_path, KillAt(7, hook="validation"))).exit_code == -signal.SIGKILL
+    assert run(fit_one(tmp_path, KillAt(4, hook="validation"))).exit_code == -signal.SIGKILL
     assert lines_of(tmp_path)[-1]["event"] == "alive"
-    assert lines_of(tmp_path)[-1]["batch"] >= 7
+    assert lines_of(tmp_path)[-1]["batch"] >= 4
 
 
 def test_process_that_never_reached_a_batch_is_told(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
 
     def main(*faults: Callback) -> None:
         for number in range(2):
-            fit_eight([protected(), *(faults if number else ())], tmp_path, max_epochs=1)
+            fit_net([protected(), *(faults if number else ())], tmp_path, max_epochs=1)
 
     assert run(lambda: main(KillAt(2))).exit_code == -signal.SIGKILL
     assert run(main).exit_code == 0
@@ -237,7 +237,7 @@ def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> Non
     """Where the script fails behind its fit the autosaves stay, and the next process is of the same chapter."""
 
     def main(*, fails: bool) -> None:
-        fit_eight([protected()], tmp_path)
+        fit_net([protected()], tmp_path)
         if fails:
             raise RuntimeError("in the evaluation")
 
@@ -251,7 +251,7 @@ def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> Non
 
 def test_deadline_is_a_reason(tmp_path: Path) -> None:
     """A run that a deadline stops says so."""
-    ended = run(lambda: fit_eight([FaultTolerance(deadline=timedelta(seconds=0.5))], tmp_path, max_epochs=-1))
+    ended = run(lambda: fit_net([FaultTolerance(deadline=timedelta(seconds=0.5))], tmp_path, max_epochs=-1))
     assert ended.exit_code == 75
     [fit] = chapter_of(tmp_path).fits
     assert fit.reason == "stopped by the deadline"
@@ -260,14 +260,14 @@ def test_deadline_is_a_reason(tmp_path: Path) -> None:
 
 def test_fit_of_nobody_is_not_told(tmp_path: Path) -> None:
     """``fast_dev_run`` leaves no history, as it leaves no autosave."""
-    assert run(lambda: fit_eight([protected()], tmp_path, fast_dev_run=True)).exit_code == 0
+    assert run(lambda: fit_net([protected()], tmp_path, fast_dev_run=True)).exit_code == 0
     assert find_runs(str(tmp_path)) == []
 
 
 @pytest.mark.slow
 def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
     """Killed, resumed and finished below a URL: one object tells it, and it stays when the autosaves go."""
-    assert run(fit_one(tmp_path, KillAt(5), dirpath=s3)).exit_code == -signal.SIGKILL
+    assert run(fit_one(tmp_path, KillAt(3), dirpath=s3)).exit_code == -signal.SIGKILL
     ended = run(fit_one(tmp_path, dirpath=s3))
     assert (ended.exit_code, "can't be written" in ended.output) == (0, False), ended.output
     chapter = chapter_of(s3)
@@ -275,7 +275,7 @@ def test_run_in_a_store_is_told_there(tmp_path: Path, s3: str) -> None:
     assert chapter.done is not None
     second: Fit = chapter.fits[1]
     assert second.resumed is not None
-    assert second.place == place(0, 5)
+    assert second.place == place(0, 3)
     assert all(autosave.num_bytes for autosave in second.autosaves)
 
 
@@ -286,7 +286,7 @@ def test_fits_in_other_processes_are_of_the_process_of_the_script(tmp_path: Path
 
     def main() -> None:
         for _ in range(2):
-            fit_eight([protected()], tmp_path, strategy="ddp_fork", devices=1, max_epochs=1)
+            fit_net([protected()], tmp_path, strategy="ddp_fork", devices=1, max_epochs=1)
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
@@ -299,7 +299,8 @@ def test_only_the_first_rank_tells(tmp_path: Path) -> None:
     """Of two ranks one writes: there is one beginning, one start of two ranks, and one line of each autosave."""
 
     def main(rank: int) -> None:
-        fit_eight([protected(run_id="run")], tmp_path, strategy="ddp", devices=2, max_epochs=1)
+        arguments: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 1}
+        fit_net([protected(run_id="run")], tmp_path, train=eight_batches(), **arguments)
 
     outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]
     assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=60.0) == 0, outputs[0].read_text()

@@ -16,7 +16,7 @@ from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_e
 from lightning_faulttolerant.trainer.capture import PARTS
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
-from tests.runs import Net, NoisyDataset, fit_eight
+from tests.runs import Net, NoisyDataset, fit_net
 
 
 class LogsItsMetric(Callback):
@@ -40,14 +40,14 @@ class Needs:
     event: str
     module: Callable[[], LightningModule] = Net
     users: Callable[[], list[Callback]] = list
-    train: Callable[[], DataLoader] = lambda: DataLoader(NoisyDataset(), batch_size=4)
+    train: Callable[[], DataLoader] = lambda: DataLoader(NoisyDataset(20), batch_size=4)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 NEEDS = {
     "rng": Needs(event="batch"),
     "held": Needs(event="step", module=HoldingNet),
-    "loaders": Needs(event="batch", train=lambda: DataLoader(NoisyDataset(), batch_size=4, shuffle=True)),
+    "loaders": Needs(event="batch", train=lambda: DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)),
     "gradients": Needs(event="step", arguments={"accumulate_grad_batches": 2}),
     "buffers": Needs(event="step", module=BufferNet),
     "metrics": Needs(event="log", module=MetricNet),
@@ -59,10 +59,10 @@ NEEDS = {
 
 
 def assert_goes_on_without(part: str | None, needs: Needs) -> None:
-    """Hold a run to the law, killed in the first epoch at batch 5, resumed without `part`."""
+    """Hold a run to the law, killed in the first epoch at batch 3, resumed without `part`."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_eight(
+        return fit_net(
             [*needs.users(), *callbacks],
             directory,
             train=needs.train(),
@@ -70,7 +70,7 @@ def assert_goes_on_without(part: str | None, needs: Needs) -> None:
             **needs.arguments,
         )
 
-    assert_resumes_exactly(fit, [KillAt(5)], options={"overhead_budget": 1.0}, without=part)
+    assert_resumes_exactly(fit, [KillAt(3)], options={"overhead_budget": 1.0}, without=part)
 
 
 def test_every_part_has_a_control() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Ended, run
-from tests.runs import Net, NoisyDataset, fit_eight
+from tests.runs import Net, NoisyDataset, fit_net
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed from:UserWarning",
@@ -39,7 +39,7 @@ def fit(
     """Fit with an autosave at every step and a file for every epoch."""
     saving = saving or ModelCheckpoint(save_top_k=-1, every_n_epochs=1, filename="{epoch}")
     protected = FaultTolerance(directory / "autosaves", run_id=run_id, every_n_train_steps=1)
-    return fit_eight([*faults, protected, saving], directory, enable_checkpointing=True, **arguments)
+    return fit_net([*faults, protected, saving], directory, enable_checkpointing=True, **arguments)
 
 
 def ended_well(ended: Ended) -> None:
@@ -74,7 +74,7 @@ def test_files_of_a_run_in_the_same_directory_are_not_written_over(tmp_path: Pat
         saving = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1, filename="{epoch}")
         fit(tmp_path, run_id, *faults, saving=saving, max_epochs=3)
 
-    assert run(lambda: main("a", KillAt(10))).exit_code == -signal.SIGKILL
+    assert run(lambda: main("a", KillAt(7))).exit_code == -signal.SIGKILL
     ended_well(run(lambda: main("b"), seed=2))
     before = contents(tmp_path / "files")
     ended_well(run(lambda: main("a"), seed=3))
@@ -89,12 +89,12 @@ def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
 
     def main(*faults: Callback, batch_size: int) -> None:
         logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
-        train = DataLoader(NoisyDataset(), batch_size=batch_size, shuffle=True)
-        protected = FaultTolerance(tmp_path / "autosaves", run_id="a", every_n_train_steps=4)
-        fit_eight([*faults, protected], tmp_path, logger=logger, train=train)
+        train = DataLoader(NoisyDataset(20), batch_size=batch_size, shuffle=True)
+        protected = FaultTolerance(tmp_path / "autosaves", run_id="a", every_n_train_steps=3)
+        fit_net([*faults, protected], tmp_path, logger=logger, train=train)
 
     file = tmp_path / "lightning_logs" / "version_0" / "metrics.csv"
-    assert run(lambda: main(KillAt(7), batch_size=4)).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(4), batch_size=4)).exit_code == -signal.SIGKILL
     before = file.read_bytes()
     refused = run(lambda: main(batch_size=2), seed=2)
     assert "FingerprintMismatchError" in refused.output
@@ -102,7 +102,7 @@ def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
     ended_well(run(lambda: main(batch_size=4), seed=3))
     with open(file, newline="") as rows:
         steps = [int(row["step"]) for row in csv.DictReader(rows) if row["loss_step"]]
-    assert steps == list(range(16))
+    assert steps == list(range(10))
 
 
 def test_file_that_a_run_was_started_from_stays(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.kills import run_whole_and_killed
-from tests.runs import fit_eight
+from tests.runs import fit_net
 
 
 class Look(Callback):
@@ -57,14 +57,14 @@ BARS: dict[str, Callable[[], ProgressBar]] = {
 }
 
 
-@pytest.mark.parametrize("kill", [3, 13])
+@pytest.mark.parametrize("kill", [3, 8])
 @pytest.mark.parametrize("bar", BARS)
 def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     """Position and total are the uninterrupted run's at each batch; in that epoch the text says where it resumed."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         bars: list[Callback] = [BARS[bar](), Look(directory / f"shown-{len(callbacks)}.jsonl")]
-        fit_eight([*bars, *callbacks], directory, enable_progress_bar=True)
+        fit_net([*bars, *callbacks], directory, enable_progress_bar=True)
 
     runs = run_whole_and_killed(main, tmp_path, [kill])
     whole, resumed = (
@@ -72,9 +72,9 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
         for path in (runs.whole / "shown-0.jsonl", runs.killed / "shown-1.jsonl")
     )
     assert [line[:4] for line in resumed] == [line[:4] for line in whole[kill:]]
-    assert [line[:4] for line in whole[:2]] == [[0, 0, 0, 8], [0, 1, 1, 8]]
+    assert [line[:4] for line in whole[:2]] == [[0, 0, 0, 5], [0, 1, 1, 5]]
     assert "-00:00" not in runs.outputs[-1]  # nor is a rate below 0
-    epoch, batch = divmod(kill, 8)
+    epoch, batch = divmod(kill, 5)
     for number, _, _, _, text in resumed:
         assert re.match(rf"Epoch {number}\b", text)
         assert (f"resumed at {batch}" in text) == (number == epoch)
@@ -107,11 +107,11 @@ def test_report_does_not_tear_the_bar(bar: str, tmp_path: Path) -> None:
     """The report stands once, in lines of its own."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        fit_eight([BARS[bar](), *callbacks], directory, enable_progress_bar=True)
+        fit_net([BARS[bar](), *callbacks], directory, enable_progress_bar=True)
 
-    output = run_whole_and_killed(main, tmp_path, [5]).outputs[-1]
+    output = run_whole_and_killed(main, tmp_path, [3]).outputs[-1]
     assert len(re.findall("Resumed exactly", output)) == 1
-    assert re.search(r"(^|[\r\n])(INFO: )?Resumed exactly before batch 5 of epoch 0, [^\r\n|]*\n  from", output), output
+    assert re.search(r"(^|[\r\n])(INFO: )?Resumed exactly before batch 3 of epoch 0, [^\r\n|]*\n  from", output), output
     assert re.search(r"\n  exact [^\r\n|]*\n", output), output
 
 
@@ -120,8 +120,8 @@ def test_bar_that_is_switched_off_stays_so(bar: type[Any], tmp_path: Path) -> No
     """A bar that shows nothing shows nothing behind a resume either."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        fit_eight([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
+        fit_net([bar(refresh_rate=0), *callbacks], directory, enable_progress_bar=True)
 
-    output = run_whole_and_killed(main, tmp_path, [5]).outputs[-1]
+    output = run_whole_and_killed(main, tmp_path, [3]).outputs[-1]
     assert "resumed at" not in output
     assert "Epoch" not in output

@@ -16,7 +16,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from tests.processes import run
-from tests.runs import CountingSampler, NoisyDataset, fit_eight
+from tests.runs import CountingSampler, NoisyDataset, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 
@@ -47,7 +47,7 @@ def test_refused_with_the_reason(make_loader: Callable[[], DataLoader], reason: 
     """A loader that can't be resumed exactly is refused before training, with its place, the reason and the remedy."""
     trained = Steps()
     with pytest.raises(NotExactError, match=rf"Loader train/0 can't be resumed exactly: {reason}.*strict=False"):
-        fit_eight([FaultTolerance(), trained], tmp_path, train=make_loader(), max_epochs=1)
+        fit_net([FaultTolerance(), trained], tmp_path, train=make_loader(), max_epochs=1)
     assert trained.count == 0
 
 
@@ -58,7 +58,7 @@ def test_trains_with_a_warning_if_not_strict(
     """With ``strict=False`` such a loader is trained with, and the same reason is a warning."""
     trained = Steps()
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):
-        fit_eight([FaultTolerance(strict=False), trained], tmp_path, train=make_loader(), max_epochs=1)
+        fit_net([FaultTolerance(strict=False), trained], tmp_path, train=make_loader(), max_epochs=1)
     assert trained.count == 8
     assert f"Loader train/0 can't be resumed exactly: {reason}" in caplog.text
 
@@ -76,7 +76,7 @@ class Steps(KillAt):
 
 def fit_with_hidden_state(callbacks: list[Any], directory: Path) -> Trainer:
     """Fit with a sampler that gives another order each time it is started; leave what a resume said of it."""
-    trainer = fit_eight(
+    trainer = fit_net(
         callbacks, directory, train=DataLoader(NoisyDataset(), batch_size=4, sampler=CountingSampler(), num_workers=2)
     )
     for callback in callbacks:
@@ -109,7 +109,7 @@ def test_another_number_of_workers_goes_on_if_not_strict(before: int, after: int
     def main(num_workers: int, callbacks: list[Any]) -> None:
         ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1, strict=False)
         train = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
-        fit_eight([ours, *callbacks], tmp_path, train=train, max_epochs=1)
+        fit_net([ours, *callbacks], tmp_path, train=train, max_epochs=1)
 
     assert run(lambda: main(before, [KillAt(4)])).exit_code == -signal.SIGKILL
     ended = run(lambda: main(after, []))

@@ -17,7 +17,7 @@ from lightning_faulttolerant.testing import KillAt
 from tests.hook_saves import NAME, assert_goes_on_from, saver
 from tests.processes import run
 from tests.rank_runs import assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_eight
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_eight, fit_net
 
 pytestmark = for_ranks
 
@@ -98,7 +98,7 @@ def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> N
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
         callbacks = [FaultTolerance(tmp_path / "autosaves"), *saving, *calm()]
-        fit_eight(callbacks, tmp_path, ckpt_path=path, max_epochs=1)
+        fit_net(callbacks, tmp_path, ckpt_path=path, max_epochs=1)
 
     saved = run(lambda: main(None))
     assert saved.exit_code == 0, saved.output

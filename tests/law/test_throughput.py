@@ -17,7 +17,7 @@ from tests.hook_saves import NAME, assert_goes_on_from, saver
 from tests.kills import run_whole_and_killed
 from tests.processes import run
 from tests.rank_runs import RankNet, assert_ranks_go_on, for_ranks
-from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, eight_batches, fit_eight
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_cut, eight_batches, fit_eight, fit_net
 
 pytestmark = for_ranks
 
@@ -110,7 +110,7 @@ def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> Non
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
         callbacks = [FaultTolerance(tmp_path / "autosaves"), *saving, monitor()]
-        fit_eight(callbacks, tmp_path, module=Measured(), ckpt_path=path, max_epochs=1)
+        fit_net(callbacks, tmp_path, module=Measured(), ckpt_path=path, max_epochs=1)
 
     saved = run(lambda: main(None))
     assert saved.exit_code == 0, saved.output

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, FaultTolerance, UnsafeCheckpointError
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
 from lightning_faulttolerant.trainer.files import compat
-from tests.runs import Net, NoisyDataset, fit_eight, make_trainer
+from tests.runs import Net, NoisyDataset, fit_net, make_trainer
 
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
 
@@ -233,14 +233,14 @@ def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
     def saver() -> Any:
         return ModelCheckpoint(tmp_path / "files", save_last=True)
 
-    fit_eight([saver()], tmp_path, plugins=[plugin()], enable_checkpointing=True, max_epochs=1)
+    fit_net([saver()], tmp_path, plugins=[plugin()], enable_checkpointing=True, max_epochs=1)
     paths = sorted((tmp_path / "files").iterdir())
-    assert [path.name for path in paths] == ["epoch=0-step=8.ckpt", "last.ckpt"]
+    assert [path.name for path in paths] == ["epoch=0-step=5.ckpt", "last.ckpt"]
     for path in paths:
         verify_file(path)
     callbacks = [saver()]
-    trainer = fit_eight(callbacks, tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
-    assert trainer.global_step == 16
+    trainer = fit_net(callbacks, tmp_path, plugins=[plugin()], enable_checkpointing=True, ckpt_path=paths[0])
+    assert trainer.global_step == 10
 
 
 def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
 
     saver = ModelCheckpoint(tmp_path / "files", save_last=True)
     callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
-    trainer = fit_eight(callbacks, tmp_path, module=Looks(), enable_checkpointing=True)
+    trainer = fit_net(callbacks, tmp_path, module=Looks(), enable_checkpointing=True)
     assert [type(plugin) for plugin in seen] == [AtomicCheckpointIO]
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
     for path in (tmp_path / "files").iterdir():
@@ -274,7 +274,7 @@ def test_what_a_user_has_chosen_is_left_alone(make: Any, tmp_path: Path) -> None
             seen.append(self.trainer.strategy.checkpoint_io)
 
     plugin = make()
-    trainer = fit_eight([FaultTolerance(tmp_path)], tmp_path, module=Looks(), plugins=[plugin], max_epochs=1)
+    trainer = fit_net([FaultTolerance(tmp_path)], tmp_path, module=Looks(), plugins=[plugin], max_epochs=1)
     assert seen == [plugin]
     assert trainer.strategy.checkpoint_io is plugin
 
@@ -287,7 +287,7 @@ def test_it_is_put_back_behind_a_fit_that_fails(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
     trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path)
-    loader = DataLoader(NoisyDataset(), batch_size=4)
+    loader = DataLoader(NoisyDataset(20), batch_size=4)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(Fails(), loader, loader)
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
@@ -303,7 +303,7 @@ class Configured(Net):
 
 def file_of_before(directory: Path) -> Path:
     """Return a checkpoint of a run without us whose hyperparameters hold a Namespace."""
-    trainer = fit_eight([], directory, module=Configured(argparse.Namespace(a=1)), max_epochs=1)
+    trainer = fit_net([], directory, module=Configured(argparse.Namespace(a=1)), max_epochs=1)
     trainer.save_checkpoint(directory / "before.ckpt")
     return directory / "before.ckpt"
 
@@ -312,34 +312,32 @@ def test_file_of_before_says_what_to_do_and_so_it_goes(tmp_path: Path) -> None:
     """What Lightning 2.5 unpickled without a word is refused with the remedy, and loaded by it."""
     path = file_of_before(tmp_path)
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
-        fit_eight([FaultTolerance(tmp_path / "a")], tmp_path, module=Configured(), ckpt_path=path)
+        fit_net([FaultTolerance(tmp_path / "a")], tmp_path, module=Configured(), ckpt_path=path)
     plugins = [AtomicCheckpointIO(weights_only=False)]
-    trainer = fit_eight(
-        [FaultTolerance(tmp_path / "b")], tmp_path, module=Configured(), ckpt_path=path, plugins=plugins
-    )
-    assert trainer.global_step == 16
+    trainer = fit_net([FaultTolerance(tmp_path / "b")], tmp_path, module=Configured(), ckpt_path=path, plugins=plugins)
+    assert trainer.global_step == 10
 
 
 def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
     """`fit(weights_only=False)` is in so many words; before Lightning 2.6 there are none."""
     path = file_of_before(tmp_path)
     trainer = make_trainer([FaultTolerance(tmp_path / "a")], tmp_path)
-    loader = DataLoader(NoisyDataset(), batch_size=4)
+    loader = DataLoader(NoisyDataset(20), batch_size=4)
     refused = nullcontext() if compat.HAS_WEIGHTS_ONLY else pytest.raises(UnsafeCheckpointError)
     with refused:
         trainer.fit(Configured(), loader, loader, ckpt_path=path, **compat.weights_only_argument(False))
-    assert trainer.global_step == (16 if compat.HAS_WEIGHTS_ONLY else 0)
+    assert trainer.global_step == (10 if compat.HAS_WEIGHTS_ONLY else 0)
 
 
 def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
     """A fit with the callback does not go on from weights that nobody has trained."""
-    fit_eight([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
+    fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
     content = bytearray((tmp_path / "a.ckpt").read_bytes())
     weight = load_file(tmp_path / "a.ckpt")["state_dict"]["layers.0.weight"]
     content[content.index(bytes(weight.numpy())) + 3] ^= 8
     (tmp_path / "a.ckpt").write_bytes(content)
     with pytest.raises(DamagedCheckpointError):
-        fit_eight([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")
+        fit_net([FaultTolerance(tmp_path / "autosaves")], tmp_path, ckpt_path=tmp_path / "a.ckpt")
 
 
 def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
@@ -351,7 +349,7 @@ def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
             self.log("tested", self.layers(batch).mean())
 
     callbacks = [FaultTolerance(tmp_path / "autosaves"), saver]
-    trainer = fit_eight(callbacks, tmp_path, module=Tested(), enable_checkpointing=True, max_epochs=1)
+    trainer = fit_net(callbacks, tmp_path, module=Tested(), enable_checkpointing=True, max_epochs=1)
     [results] = trainer.test(ckpt_path="best", dataloaders=DataLoader(NoisyDataset(4)))
     assert "tested" in results
 
@@ -375,7 +373,7 @@ def test_finder_restores_what_it_saved_as_without_us(tmp_path: Path) -> None:
         seed_everything(1, verbose=False)
         module = Sought(argparse.Namespace(a=1))
         try:
-            fit_eight([LearningRateFinder(num_training_steps=5), *callbacks], tmp_path / name, module=module)
+            fit_net([LearningRateFinder(num_training_steps=3), *callbacks], tmp_path / name, module=module)
         except pickle.UnpicklingError:
             return "refused", None
         return "trained", [parameter.tolist() for parameter in module.parameters()]

@@ -26,7 +26,7 @@ from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.groups import run_group
 from tests.processes import run
 from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import fit_eight
+from tests.runs import fit_net
 
 BARS: dict[str, Callable[[], list[Callback]]] = {
     "rich": lambda: [RichProgressBar()],
@@ -88,7 +88,7 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
     def main(*faults: Callback) -> None:
         sys.argv = ["script.py"]
         callbacks = [FaultTolerance(run_id="terminal", every_n_train_steps=1), *BARS[bar](), *faults]
-        fit_eight(callbacks, tmp_path, enable_progress_bar=bar != "none", max_epochs=1)
+        fit_net(callbacks, tmp_path, enable_progress_bar=bar != "none", max_epochs=1)
 
     code, stopped = in_terminal(lambda: main(KillAt(3, signum=signal.SIGTERM)))
     assert code == 143, stopped
@@ -112,7 +112,7 @@ def test_a_terminal_that_knows_ascii_only(tmp_path: Path) -> None:
     def main(*faults: Callback) -> None:
         sys.stderr.reconfigure(encoding="ascii", errors="backslashreplace")  # type: ignore[attr-defined]  # as Python's
         sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115 - until the end
-        fit_eight([FaultTolerance(run_id="ascii", every_n_train_steps=1), *faults], directory, max_epochs=1)
+        fit_net([FaultTolerance(run_id="ascii", every_n_train_steps=1), *faults], directory, max_epochs=1)
 
     stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
     assert stopped.exit_code == 143, stopped.output
@@ -131,7 +131,7 @@ def test_the_level_of_our_logger_is_minded(level: int, is_shown: bool, tmp_path:
 
     def main(*faults: Callback) -> None:
         logging.getLogger("lightning_faulttolerant").setLevel(level)
-        fit_eight([FaultTolerance(run_id="other", every_n_train_steps=1), *faults], tmp_path, max_epochs=1)
+        fit_net([FaultTolerance(run_id="other", every_n_train_steps=1), *faults], tmp_path, max_epochs=1)
 
     stopped = run(lambda: main(KillAt(3, signum=signal.SIGTERM)))
     assert stopped.exit_code == 143, stopped.output

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance
 from lightning_faulttolerant.errors import UnsafeCheckpointError
-from tests.runs import Net, fit_eight
+from tests.runs import Net, fit_net
 
 NUM_STEPS = 3
 _MOVED = {  # where 1.9 has what 2.x keeps in its loops
@@ -45,7 +45,7 @@ class SaveOnce(Callback):
 def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
     """Write a checkpoint from the middle of an epoch in the layout of 1.9; return its path, and what it holds."""
     path = directory / ".pl_auto_save.ckpt"
-    fit_eight([SaveOnce(path)], directory, limit_val_batches=0, max_epochs=1)
+    fit_net([SaveOnce(path)], directory, limit_val_batches=0, max_epochs=1)
     checkpoint: dict[str, Any] = torch.load(path)
     checkpoint["pytorch-lightning_version"] = "1.9.5"
     loop = {_MOVED.get(name, name): value for name, value in checkpoint["loops"]["fit_loop"].items()}
@@ -86,7 +86,7 @@ def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
     path, checkpoint = old_checkpoint(tmp_path)
     callback, look = FaultTolerance(run_id="old"), Look()
     module = Net()
-    trainer = fit_eight([callback, look], tmp_path, module=module, ckpt_path=path, limit_val_batches=0, max_epochs=2)
+    trainer = fit_net([callback, look], tmp_path, module=module, ckpt_path=path, limit_val_batches=0, max_epochs=2)
     assert look.step == NUM_STEPS
     assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in look.weights.items())
     assert trainer.optimizers[0].state_dict()["state"][0]["step"] == trainer.global_step
@@ -101,8 +101,8 @@ def test_one_with_objects_is_refused_with_what_allows_it(tmp_path: Path) -> None
     path, _ = old_checkpoint(tmp_path, mode=Mode.AUTOMATIC)
     allowed = [AtomicCheckpointIO(weights_only=False)]
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):
-        fit_eight([FaultTolerance(run_id="refused")], tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1)
-    trainer = fit_eight(
+        fit_net([FaultTolerance(run_id="refused")], tmp_path, ckpt_path=path, limit_val_batches=0, max_epochs=1)
+    trainer = fit_net(
         [FaultTolerance(run_id="allowed")],
         tmp_path,
         ckpt_path=path,

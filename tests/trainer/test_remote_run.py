@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import run
-from tests.runs import fit_eight
+from tests.runs import fit_net
 from tests.s3 import CREDENTIALS, free_port, s3_server
 
 
@@ -32,7 +32,7 @@ def fit_at(dirpath: str, directory: Path, **environment: str) -> str:
 
     def main() -> None:
         os.environ.update(CREDENTIALS, AWS_MAX_ATTEMPTS="1", **environment)
-        fit_eight([FaultTolerance(dirpath), SaysThatItTrains()], directory)
+        fit_net([FaultTolerance(dirpath), SaysThatItTrains()], directory)
 
     ended = run(main)
     assert (ended.exit_code == 0) == ("a batch was trained" in ended.output)
@@ -56,7 +56,7 @@ def test_missing_credentials_are_refused_before_training(tmp_path: Path, s3: str
         for name in CREDENTIALS:
             os.environ.pop(name, None)
         os.environ.update(nowhere, AWS_EC2_METADATA_DISABLED="true")
-        fit_eight([FaultTolerance(f"{s3}/runs")], tmp_path)
+        fit_net([FaultTolerance(f"{s3}/runs")], tmp_path)
 
     output = run(main).output
     assert "CheckpointError: The autosaves of this run can't be written" in output
@@ -131,7 +131,7 @@ def test_run_that_has_lost_its_lock_saves_nothing(tmp_path: Path, s3: str) -> No
                 [name] = open_store(s3).names()
                 open_store(f"{s3}/{name}").delete("run.lock")
 
-    ended = run(lambda: fit_eight([FaultTolerance(s3, every_n_train_steps=1), LosesTheLock()], tmp_path))
+    ended = run(lambda: fit_net([FaultTolerance(s3, every_n_train_steps=1), LosesTheLock()], tmp_path))
     assert ended.exit_code == 1
     assert "RunInUseError: The lock of this run" in ended.output
     [name] = open_store(s3).names()
@@ -166,9 +166,9 @@ def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None
     def main() -> None:
         atexit.register(look, "left")
         if option == "dirpath":
-            fit_eight([FaultTolerance(url), Looks()], tmp_path)
+            fit_net([FaultTolerance(url), Looks()], tmp_path)
         else:
-            fit_eight([FaultTolerance(), Looks()], url)  # type: ignore[arg-type]
+            fit_net([FaultTolerance(), Looks()], url)  # type: ignore[arg-type]
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
@@ -180,7 +180,7 @@ class SavesForSlurm(Callback):
     """Leaves what Lightning goes on from of its own accord."""
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
-        if trainer.global_step == 3:
+        if trainer.global_step == 2:
             trainer.save_checkpoint(f"{trainer.default_root_dir}/hpc_ckpt_1.ckpt")
 
 
@@ -190,9 +190,9 @@ def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3:
 
     def main(*faults: Any, ckpt_path: str | None = None) -> None:
         callback = FaultTolerance(every_n_train_steps=every)
-        fit_eight([callback, SavesForSlurm(), *faults], f"{s3}/root", ckpt_path=ckpt_path)  # type: ignore[arg-type]
+        fit_net([callback, SavesForSlurm(), *faults], f"{s3}/root", ckpt_path=ckpt_path)  # type: ignore[arg-type]
 
-    ended = run(lambda: main(KillAt(5)))
+    ended = run(lambda: main(KillAt(4)))
     assert ended.exit_code == -signal.SIGKILL, ended.output
     ended = run(lambda: main(ckpt_path="hpc"))
     assert ended.exit_code == 0, ended.output
@@ -205,7 +205,7 @@ def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3:
     """A byte that flips in the store costs one interval, and the log says so."""
     from tests.s3 import client
 
-    ended = run(lambda: fit_eight([FaultTolerance(f"{s3}/runs", every_n_train_steps=1), KillAt(5)], tmp_path))
+    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1), KillAt(3)], tmp_path))
     assert ended.exit_code == -signal.SIGKILL, ended.output
     plain, bucket = client(s3_endpoint), s3.removeprefix("s3://")
     keys = [entry["Key"] for entry in plain.list_objects_v2(Bucket=bucket)["Contents"]]
@@ -213,7 +213,7 @@ def test_autosave_that_was_damaged_in_the_store_is_set_aside(tmp_path: Path, s3:
     data = bytearray(plain.get_object(Bucket=bucket, Key=newest)["Body"].read())
     data[len(data) // 8] ^= 1  # in the pickled part: the middle may lie between two records, where nothing is lost
     plain.put_object(Bucket=bucket, Key=newest, Body=bytes(data))
-    ended = run(lambda: fit_eight([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
+    ended = run(lambda: fit_net([FaultTolerance(f"{s3}/runs", every_n_train_steps=1)], tmp_path))
     assert ended.exit_code == 0, ended.output
     assert f"It was set aside as s3://{bucket}/{newest}.damaged. Taken instead: s3://" in ended.output
     assert "Resumed exactly" in ended.output

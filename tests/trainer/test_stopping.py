@@ -15,7 +15,7 @@ from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.stop import StopSignals, signal_reason
 from lightning_faulttolerant.trainer.stopping import Stopping
 from tests.law.test_faults import RaiseIn
-from tests.runs import fit_eight, make_trainer
+from tests.runs import fit_net, make_trainer
 
 
 class BreaksInTheEnd(CSVLogger):
@@ -30,7 +30,7 @@ def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> N
     ours = FaultTolerance(dirpath=tmp_path / "autosaves")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     with pytest.raises(OSError, match="no space left"):
-        fit_eight([ours, RaiseIn("on_after_backward", 3)], tmp_path, logger=BreaksInTheEnd(tmp_path))
+        fit_net([ours, RaiseIn("on_after_backward", 3)], tmp_path, logger=BreaksInTheEnd(tmp_path))
     left = [signal.getsignal(signum) for signum in before]
     for signum, handler in before.items():
         signal.signal(signum, handler)

@@ -15,7 +15,7 @@ from lightning_faulttolerant.errors import DrillFault, FaultToleranceError
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, FaultPlace, read_ledger
 from lightning_faulttolerant.trainer.ledger import opened
 from lightning_faulttolerant.trainer.ledger.fault import read_fault
-from tests.runs import Net, fit_eight
+from tests.runs import Net, fit_net
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def fit_with(directory: Path, *callbacks: Callback, module: LightningModule | No
     """Fit the same net from the same seed, with a ledger."""
     torch.manual_seed(1)
     own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl")
-    fit_eight([own, *callbacks], directory, module=module, **arguments)
+    fit_net([own, *callbacks], directory, module=module, **arguments)
 
 
 HOOKS = {
@@ -69,18 +69,18 @@ def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytes
     [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
     last = fit.of("batch")[-1]
     assert (last["epoch"], last["batch"]) == ((1, 2) if hook == "end" else (1, 1))
-    assert module.trainer.global_step == (11 if hook == "end" else 10)
+    assert module.trainer.global_step == (8 if hook == "end" else 7)
     for owner in (module.trainer.strategy, module.trainer._logger_connector):
         assert not {"backward", "on_batch_end"} & vars(owner).keys()
 
 
 def test_a_validation_batch_is_not_the_one_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two batches there may be a validation run, which has batches of its own."""
-    monkeypatch.setenv(FAULT_VARIABLE, "1:0:4:end")
+    monkeypatch.setenv(FAULT_VARIABLE, "1:0:2:end")
     with pytest.raises(DrillFault):
-        fit_with(tmp_path, val_check_interval=4, max_epochs=1)
+        fit_with(tmp_path, val_check_interval=2, max_epochs=1)
     [fit] = read_ledger(tmp_path / "ledger.jsonl").fits
-    assert len(fit.of("batch")) == 5
+    assert len(fit.of("batch")) == 3
     assert len(fit.of("validated")) == 1
 
 

@@ -25,7 +25,7 @@ from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, fit_eight, make_trainer
+from tests.runs import Net, NoisyDataset, eight_batches, fit_net, make_trainer
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 
@@ -33,7 +33,7 @@ SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_b
 def fit_once(directory: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
     """Fit two batches with the callback, unless others are given."""
     own = callbacks or (FaultTolerance(directory / "saves"),)
-    return fit_eight(list(own), directory, **{**SHORT, **arguments})
+    return fit_net(list(own), directory, **{**SHORT, **arguments})
 
 
 def test_the_variable_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_autosaves_written_behind_training_are_there(tmp_path: Path) -> None:
     """Each has its line when it is written, with the place where it was taken, in front of the fit's end."""
     path = tmp_path / "ledger.jsonl"
     callback = FaultTolerance(tmp_path / "saves", ledger=path, async_save=True, every_n_train_steps=2)
-    fit_once(tmp_path, callback, limit_train_batches=6)
+    fit_once(tmp_path, callback, train=eight_batches(), limit_train_batches=6)
     [fit] = read_ledger(path).fits
     assert [line["batch"] for line in fit.of("autosave")] == [0, 2, 4, 6]
     assert all(Path(line["path"]).name.startswith("autosave-") for line in fit.of("autosave"))
