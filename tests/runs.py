@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -124,12 +124,28 @@ def fit_net(
     ckpt_path: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """Fit `Net`, or `module`, on shuffled noisy data, 5 batches an epoch, unless other loaders are given."""
+    """Fit `Net` on shuffled noisy data, 5 batches an epoch, or what is given; a `module` gets a data module."""
     trainer = make_trainer(callbacks, directory, **arguments)
     train = DataLoader(NoisyDataset(20), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
-    trainer.fit(Net() if module is None else module, train, validation, ckpt_path=ckpt_path)
+    if module is None:
+        trainer.fit(Net(), train, validation, ckpt_path=ckpt_path)
+    else:
+        trainer.fit(module, datamodule=bare_data_module(train, validation), ckpt_path=ckpt_path)
     return trainer
+
+
+def bare_data_module(train: Any, validation: Any) -> LightningDataModule:
+    """Return a data module that gives these loaders, and has nothing else."""
+
+    class Bare(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return train
+
+        def val_dataloader(self) -> Any:
+            return validation
+
+    return Bare()
 
 
 def eight_batches() -> DataLoader:
@@ -208,7 +224,7 @@ def assert_goes_on(
             directory,
             train=train and train(),
             validation=validation and validation(),
-            module=module(),
+            module=None if module is Net else module(),
             **arguments,
         )
 
@@ -226,7 +242,8 @@ def assert_exact(
     """Hold a fit with the callbacks that `users` makes to the law."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        return fit_net([*users(), *callbacks], directory, module=module(), **arguments)
+        own = None if module is Net else module()
+        return fit_net([*users(), *callbacks], directory, module=own, **arguments)
 
     return assert_resumes_exactly(fit, faults, options=options)
 

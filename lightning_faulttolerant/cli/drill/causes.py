@@ -25,8 +25,8 @@ NOT_RESUMED = "not resumed"
 NOT_EXACT = "not restored exactly"
 
 _SAVE = (
-    "save it in on_save_checkpoint and put it back in on_load_checkpoint (of the module, the data module or a"
-    " callback), or keep it in a buffer of the module (register_buffer)"
+    "save it in on_save_checkpoint and put it back in on_load_checkpoint (of the module or a callback; a data module"
+    " has state_dict and load_state_dict for it), or keep it in a buffer of the module (register_buffer)"
 )
 _FOUND_AGAIN = (
     "The second run finds what the first has left: weights or a cache that the script loads where they are there."

@@ -1,0 +1,75 @@
+"""The law where a plain data module gives the loaders, which has no state and no hooks of its own.
+
+Laws that test a module get their loaders from one, too (`tests.runs.fit_net`).
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.hook_saves import assert_goes_on_from, save, saving_module
+from tests.law.test_faults import RaiseIn
+from tests.runs import Net, fit_net
+
+ALWAYS = {"overhead_budget": 1.0}
+
+
+def fit_from_data_module(callbacks: list[Callback], directory: Path, **arguments: Any) -> Trainer:
+    """Fit with a data module."""
+    return fit_net(callbacks, directory, module=Net(), **arguments)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_in_validation(signum: int) -> None:
+    """A stop inside a validation run saves the boundary before it, and the run continues from there."""
+    fault = KillAt(4, hook="validation", signum=signum)
+    [cost] = assert_resumes_exactly(fit_from_data_module, [fault], options=ALWAYS)
+    assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (128 + signum, 0, 5, 0)
+
+
+def test_exception_keeps_its_capture() -> None:
+    """An error of the script's saves the last capture: only the failed batch is trained again."""
+    options = {**ALWAYS, "every_n_train_steps": 100}
+    [cost] = assert_resumes_exactly(fit_from_data_module, [RaiseIn("on_after_backward", 3)], options=options)
+    assert (cost.exit_code, cost.epoch, cost.batch, cost.num_batches_twice) == (1, 0, 3, 1)
+
+
+@pytest.mark.parametrize(("hook", "at"), [("training_step", 2), ("on_train_batch_start", 7)])
+def test_saved_by_the_module(hook: str, at: int) -> None:
+    """A checkpoint that the module saves in its step, or before it, is one to go on from."""
+    assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
+
+
+class Saves(Net):
+    """Saves a checkpoint in a hook, each time that it is called."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self._save("on_before_zero_grad")
+
+    def on_validation_epoch_end(self) -> None:
+        self._save("on_validation_epoch_end")
+
+    def _save(self, hook: str) -> None:
+        if hook == self.hook and not self.trainer.sanity_checking:
+            save(self.trainer)
+
+
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_validation_epoch_end"])
+def test_saving_in_a_hook_changes_nothing(hook: str) -> None:
+    """A module that saves in any hook is trained as without us."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(callbacks, directory, module=Saves(hook))
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(8)], options={"every_n_train_steps": 1})
+    assert (cost.epoch, cost.batch) == (1, 3)
