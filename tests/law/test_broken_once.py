@@ -30,7 +30,7 @@ from tests.runs import Net, NoisyDataset, fit_eight, fit_net, make_trainer
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:
-    """Return a training loader of 8 batches."""
+    """Return a training loader, of 8 batches unless another data set is given."""
     return DataLoader(**{"dataset": NoisyDataset(), "batch_size": 4, **arguments})
 
 
@@ -108,7 +108,7 @@ class ManyBoxes(NoisyDataset):
     """Keeps annotations by the thousand before its generator."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(20)
         self.annotations = [{"boxes": [[0.0] * 4 for _ in range(5)]} for _ in range(9000)]
         self.history = deque([random.Random(3)])
         self.rng = random.Random(5)
@@ -123,7 +123,7 @@ def test_generators_beside_large_data() -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         return fit_net(callbacks, directory, train=loader(dataset=ManyBoxes()), max_epochs=1)
 
-    assert_resumes_exactly(fit, [KillAt(5)], options=EVERY_STEP)
+    assert_resumes_exactly(fit, [KillAt(3)], options=EVERY_STEP)
 
 
 class ExtraState(Net):
@@ -176,13 +176,13 @@ class Reloads(Net):
     """Makes its training loader itself, with a generator that begins anew with it."""
 
     def train_dataloader(self) -> Any:
-        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+        return loader(dataset=NoisyDataset(20), shuffle=True, generator=torch.Generator().manual_seed(3))
 
     def val_dataloader(self) -> Any:
         return DataLoader(NoisyDataset(8), batch_size=4)
 
 
-@pytest.mark.parametrize("cut", [5, 11, 19])
+@pytest.mark.parametrize("cut", [3, 8, 13])
 def test_loaders_are_reloaded_in_the_same_epochs(cut: int) -> None:
     """With reload_dataloaders_every_n_epochs=2, a resume in an odd epoch reloads where the whole run did."""
 
@@ -317,7 +317,7 @@ class WrappedMetrics(Net):
         return loss
 
 
-@pytest.mark.parametrize("cut", [3, 7])
+@pytest.mark.parametrize("cut", [4, 8])
 def test_wrappers_of_metrics(cut: int) -> None:
     """What torchmetrics' wrappers keep in plain attributes is part of the state."""
 

@@ -59,7 +59,7 @@ class NoisyData(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> Any:
-        return DataLoader(NoisyDataset(), batch_size=self.batch_size, shuffle=True)
+        return DataLoader(NoisyDataset(20), batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(NoisyDataset(8), batch_size=self.batch_size)
@@ -103,7 +103,7 @@ def test_killed_and_resumed_equals_uninterrupted() -> None:
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return from_config(callbacks, directory, logger=CSV_LOGGER)
 
-    first, second = assert_resumes_exactly(fit, [KillAt(3), KillAt(8)], options={"every_n_train_steps": 1})
+    first, second = assert_resumes_exactly(fit, [KillAt(3), KillAt(5)], options={"every_n_train_steps": 1})
     assert (first.exit_code, first.epoch, first.batch) == (-signal.SIGKILL, 0, 3)
     assert (second.exit_code, second.epoch, second.batch) == (-signal.SIGKILL, 1, 3)
 
@@ -137,7 +137,7 @@ def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
-    assert script(cut, KillAt(5), "--trainer.log_every_n_steps=1").exit_code == -signal.SIGKILL
+    assert script(cut, KillAt(3), "--trainer.log_every_n_steps=1").exit_code == -signal.SIGKILL
     resumed = script(cut, None, "--trainer.log_every_n_steps=1", seed=2)
     assert resumed.exit_code == 0, resumed.output
     assert "Resumed exactly before batch" in resumed.output
@@ -150,7 +150,7 @@ def test_added_on_the_command_line(tmp_path: Path) -> None:
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     more = (f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.every_n_train_steps=1")
-    stopped = script(cut, KillAt(5, signum=signal.SIGTERM), *more)
+    stopped = script(cut, KillAt(3, signum=signal.SIGTERM), *more)
     assert stopped.exit_code == 143, stopped.output
     assert script(cut, None, *more, seed=2).exit_code == 0
     assert weights(cut) == weights(whole)
@@ -161,7 +161,7 @@ def test_added_on_the_command_line(tmp_path: Path) -> None:
 def test_another_command_is_another_run(tmp_path: Path) -> None:
     """The arguments name the run: with others it begins from the beginning, in a version of its own."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
-    assert script(cut, KillAt(5)).exit_code == -signal.SIGKILL
+    assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     other = script(cut, None, "--model.width=8")
     assert other.exit_code == 0, other.output
     assert "Resumed" not in other.output
@@ -172,7 +172,7 @@ def test_another_command_is_another_run(tmp_path: Path) -> None:
 def test_a_changed_configuration_is_saved_beside_the_one_before(tmp_path: Path) -> None:
     """Who lets a run be longer finds in the log directory what it was begun with and what it has gone on with."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
-    assert script(cut, KillAt(5)).exit_code == -signal.SIGKILL
+    assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     [saved] = cut.glob("logs/**/config.yaml")
     before = saved.read_bytes()
     write_config(cut, [CLASS_PATH], logger=CSV_LOGGER, max_epochs=3)
@@ -231,7 +231,7 @@ def test_nothing_stays_on_the_callback_of_the_cli(tmp_path: Path) -> None:
         assert not {"setup", "save_config"} & set(vars(callback))
         assert "save" not in vars(callback.parser)
 
-    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
     ended = run(main)
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly" in ended.output
@@ -241,7 +241,7 @@ def test_nothing_stays_on_the_callback_of_the_cli(tmp_path: Path) -> None:
 def test_other_subcommands_and_an_autosave_as_ckpt_path(tmp_path: Path) -> None:
     """`validate` and `fit` take an autosave of a model with hyperparameters; validation saves none."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=False)
-    assert script(cut, KillAt(5)).exit_code == -signal.SIGKILL
+    assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     [newest] = sorted(cut.glob("fault_tolerance/*/fit-1/autosave-*.ckpt"))[-1:]
     found = files_below(cut / "fault_tolerance")
     validated = script(cut, None, f"--ckpt_path={newest}", "--trainer.default_root_dir=a", command="validate")
@@ -263,7 +263,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         callbacks = [fault] if fault is not None else []
         return run_group(lambda _: train(cut, callbacks=callbacks), num_ranks=2, directory=tmp_path)
 
-    for fault in (KillOnFitStart(), KillAt(5)):
+    for fault in (KillOnFitStart(), KillAt(4)):
         codes, output = start(fault)
         assert codes == [-signal.SIGKILL] * 2, output
     codes, output = start()

@@ -18,7 +18,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.kills import files_below, run_whole_and_killed
 from tests.processes import run
-from tests.runs import Net, fit_eight, fit_net
+from tests.runs import Net, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning")
 
@@ -26,21 +26,21 @@ Loggers = Callable[[Path], Any]
 
 
 class LateNet(Net):
-    """Has hyperparameters, and logs a value more from its sixth batch on."""
+    """Has hyperparameters, and logs a value more from its fourth batch on."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.global_step >= 5:
+        if self.global_step >= 3:
             self.log("a late, one", batch.mean())
         return super().training_step(batch, batch_idx)
 
 
 def fit_logging(callbacks: list[Callback], directory: Path, loggers: Loggers, **arguments: Any) -> Any:
     """Fit with loggers."""
-    return fit_eight(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
+    return fit_net(callbacks, directory, logger=loggers(directory), module=LateNet(), **arguments)
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -60,11 +60,11 @@ CSV: dict[str, Loggers] = {
 }
 
 
-@pytest.mark.parametrize("kills", [[3], [14], [6, 4, 1]], ids=str)
+@pytest.mark.parametrize("kills", [[3], [8], [4, 2, 1]], ids=str)
 @pytest.mark.parametrize("loggers", CSV)
 def test_csv_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
     """There is one version, and each of its files is the uninterrupted run's, byte for byte."""
-    if kills != [6, 4, 1] and loggers not in ("default", "version"):
+    if kills != [4, 2, 1] and loggers not in ("default", "version"):
         kills = kills[:1]
     runs = run_whole_and_killed(lambda *args: fit_logging(*args, CSV[loggers]), tmp_path, kills, every_n_train_steps=2)
     names = files_below(runs.whole)
@@ -81,12 +81,12 @@ class LogAside(Callback):
         trainer.logger.log_metrics({"aside": float(batch_idx)}, step=trainer.global_step)
 
 
-@pytest.mark.parametrize("kill", [KillAt(5), KillAt(5, signum=signal.SIGTERM, hook="validation")], ids=["kill", "term"])
+@pytest.mark.parametrize("kill", [KillAt(3), KillAt(3, signum=signal.SIGTERM, hook="validation")], ids=["kill", "term"])
 def test_rows_that_were_not_flushed_are_kept(kill: Callback, tmp_path: Path) -> None:
     """What CSVLogger had in memory at the autosave is in the file, also for a state that was captured before."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
-        arguments = {"log_every_n_steps": 100, "val_check_interval": 6}
+        arguments = {"log_every_n_steps": 100, "val_check_interval": 4}
         fit_logging([LogAside(), *callbacks], directory, lambda directory: CSVLogger(directory), **arguments)
 
     runs = run_whole_and_killed(main, tmp_path, [kill])
@@ -101,7 +101,7 @@ TENSORBOARD: dict[str, Loggers] = {
 }
 
 
-@pytest.mark.parametrize("kills", [[3], [14, 1]], ids=str)
+@pytest.mark.parametrize("kills", [[3], [8, 1]], ids=str)
 @pytest.mark.parametrize("loggers", TENSORBOARD)
 def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> None:
     """There is one version, and TensorBoard shows what it shows of the uninterrupted run."""
@@ -113,7 +113,7 @@ def test_tensorboard_goes_on(loggers: str, kills: list[int], tmp_path: Path) -> 
     [events] = [name for name in names if "tfevents" in name]
     shown = scalars((runs.killed / events).parent)
     assert shown == scalars((runs.whole / events).parent)
-    assert len(shown["loss_step"]) == 16
+    assert len(shown["loss_step"]) == 10
     assert (runs.killed / events).parent.joinpath("hparams.yaml").exists() or loggers == "named"
 
 
@@ -130,10 +130,10 @@ def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_logging([MarkBehind(), *callbacks], directory, lambda _: True)
 
-    runs = run_whole_and_killed(main, tmp_path, [5])
+    runs = run_whole_and_killed(main, tmp_path, [3])
     accumulator = EventAccumulator(str(runs.killed / "lightning_logs/version_0"), size_guidance={"histograms": 0})
     accumulator.Reload()
-    assert [event.step for event in accumulator.Histograms("mark")] == list(range(1, 17))
+    assert [event.step for event in accumulator.Histograms("mark")] == list(range(1, 11))
 
 
 def test_several_loggers_go_on(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_several_loggers_go_on(tmp_path: Path) -> None:
         names = [CSVLogger(directory, name="a"), TensorBoardLogger(directory, name="b"), CSVLogger(directory, name="c")]
         fit_logging(callbacks, directory, lambda _: names)
 
-    runs = run_whole_and_killed(main, tmp_path, [12])
+    runs = run_whole_and_killed(main, tmp_path, [7])
     assert sorted(set(files_below(runs.killed))) == files_below(runs.whole)
     for name in ("a", "c"):
         path = f"{name}/version_0/metrics.csv"
@@ -159,7 +159,7 @@ def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
         logger.log_metrics({"before": 1.0}, step=0)
         fit_logging(callbacks, directory, lambda _: logger)
 
-    runs = run_whole_and_killed(main, tmp_path, [12])
+    runs = run_whole_and_killed(main, tmp_path, [7])
     for name in ("metrics.csv", "hparams.yaml"):
         path = f"lightning_logs/version_0/{name}"
         assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
@@ -180,7 +180,7 @@ def test_several_fits(fold: int, shares: bool, tmp_path: Path) -> None:
             logger.log_metrics({"between": 1.0}, step=trainer.global_step)
             logger.save()
 
-    runs = run_whole_and_killed(main, tmp_path, [3])
+    runs = run_whole_and_killed(main, tmp_path, [2])
     names = files_below(runs.whole)
     assert names == files_below(runs.killed)
     assert len(names) == (2 if shares else 4)
@@ -204,7 +204,7 @@ def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> N
     """A logger that is not the one that logged takes the version that it would take, and the report says so."""
     first, then, note = CHANGES[change]
     options = {"every_n_train_steps": 1}
-    run(lambda: fit_logging([FaultTolerance(**options), KillAt(4)], tmp_path, first))
+    run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, first))
     [before] = tmp_path.rglob("metrics.csv")
     rows = before.read_bytes()
     ended = run(lambda: fit_logging([FaultTolerance(**options)], tmp_path, then), seed=99)
@@ -217,12 +217,12 @@ def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> N
 def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
     """What somebody has deleted in between is not invented: the run goes on, and the report says what is missing."""
     options = {"every_n_train_steps": 1}
-    run(lambda: fit_logging([FaultTolerance(**options), KillAt(4)], tmp_path, CSV["default"]))
+    run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, CSV["default"]))
     path = tmp_path / "lightning_logs/version_0" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     ended = run(lambda: fit_logging([FaultTolerance(**options)], tmp_path, CSV["default"]), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert ("is gone" if not gone else "0 rows, 4 were logged by then") in ended.output
+    assert ("is gone" if not gone else "0 rows, 2 were logged by then") in ended.output
 
 
 class PlainLogger(Logger):
@@ -268,6 +268,6 @@ def test_nothing_is_left_on_loggers(tmp_path: Path) -> None:
         assert not [key for logger in loggers for key, value in vars(logger).items() if "faulttolerant" in repr(value)]
 
     protected = {"every_n_train_steps": 1}
-    assert run(lambda: main(tmp_path, FaultTolerance(**protected), KillAt(4))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(tmp_path, FaultTolerance(**protected), KillAt(2))).exit_code == -signal.SIGKILL
     ended = run(lambda: main(tmp_path, FaultTolerance(**protected)), seed=99)
     assert ended.exit_code == 0, ended.output

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.processes import Script, run
-from tests.runs import Net, NoisyDataset, fit_eight
+from tests.runs import Net, NoisyDataset, fit_net
 
 
 def weights(trainer: Any) -> str:
@@ -70,7 +70,7 @@ def folds(directory: Path, kill: tuple[int, int] | None) -> None:
         count = CountBatches()
         rows = Subset(NoisyDataset(), [i for i in range(32) if i % 3 != fold])
         loader = DataLoader(rows, batch_size=4, shuffle=True, drop_last=True)
-        trainer = fit_eight([protected(), count, *killing], directory, train=loader, max_epochs=1)
+        trainer = fit_net([protected(), count, *killing], directory, train=loader, max_epochs=1)
         result = trainer.callback_metrics["val_loss"].item()
         tell(directory, "folds", [fold, count.num_batches, weights(trainer), result])
 
@@ -95,7 +95,7 @@ def test_killed_in_one_of_several_fits(fold: int, tmp_path: Path) -> None:
 def fit_and_test(directory: Path, *, kill_in_test: bool) -> None:
     """Fit, then test."""
     count = CountBatches()
-    trainer = fit_eight([protected(), count], directory)
+    trainer = fit_net([protected(), count], directory)
     tell(directory, "fit", [count.num_batches, weights(trainer)])
     if kill_in_test:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_killed_in_test_after_fit(tmp_path: Path) -> None:
     run(lambda: fit_and_test(tmp_path / "killed", kill_in_test=True))
     assert run(lambda: fit_and_test(tmp_path / "killed", kill_in_test=False), seed=99).exit_code == 0
     [[first, before], [again, after]] = told(tmp_path / "killed", "fit")
-    assert (first, again) == (16, 0)
+    assert (first, again) == (10, 0)
     assert before == after == told(tmp_path / "whole", "fit")[0][1]
     assert told(tmp_path / "killed", "draw") == told(tmp_path / "whole", "draw")
 
@@ -120,13 +120,13 @@ def test_a_run_that_ended_normally_starts_anew(tmp_path: Path) -> None:
 
     def main() -> None:
         count = CountBatches()
-        fit_eight([protected(), count], tmp_path)
+        fit_net([protected(), count], tmp_path)
         tell(tmp_path, "batches", count.num_batches)
 
     assert run(main).exit_code == 0
     assert autosaves(tmp_path) == []
     assert run(main).exit_code == 0
-    assert told(tmp_path, "batches") == [16, 16]
+    assert told(tmp_path, "batches") == [10, 10]
 
 
 def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
@@ -134,25 +134,23 @@ def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
 
     def main(max_epochs: int, kill: bool) -> None:
         count = CountBatches()
-        trainer = fit_eight([protected(), count], tmp_path / "short", max_epochs=max_epochs)
+        trainer = fit_net([protected(), count], tmp_path / "short", max_epochs=max_epochs)
         tell(tmp_path, "short", [count.num_batches, weights(trainer)])
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run(lambda: tell(tmp_path, "long", weights(fit_eight([], tmp_path / "long", max_epochs=3))))
+    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
     run(lambda: main(2, kill=True))
     ended = run(lambda: main(3, kill=False), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert told(tmp_path, "short")[1] == [8, told(tmp_path, "long")[0]]
+    assert told(tmp_path, "short")[1] == [5, told(tmp_path, "long")[0]]
 
 
 def test_max_epochs_may_be_raised_in_the_middle(tmp_path: Path) -> None:
     """A killed fit goes on with more epochs than it was started with."""
-    run(lambda: tell(tmp_path, "long", weights(fit_eight([], tmp_path / "long", max_epochs=3))))
-    run(lambda: fit_eight([protected(), KillAt(5)], tmp_path / "short", max_epochs=2))
-    ended = run(
-        lambda: tell(tmp_path, "s", weights(fit_eight([protected()], tmp_path / "short", max_epochs=3))), seed=99
-    )
+    run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
+    run(lambda: fit_net([protected(), KillAt(3)], tmp_path / "short", max_epochs=2))
+    ended = run(lambda: tell(tmp_path, "s", weights(fit_net([protected()], tmp_path / "short", max_epochs=3))), seed=99)
     assert ended.exit_code == 0, ended.output
     assert told(tmp_path, "s") == told(tmp_path, "long")
 
@@ -165,15 +163,15 @@ def test_other_arguments_are_another_run(tmp_path: Path) -> None:
 
     def main(name: str, *faults: Callback) -> None:
         count = CountBatches()
-        fit_eight([protected(), count, *faults], tmp_path, max_epochs=1)
+        fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
         tell(tmp_path, name, count.num_batches)
 
-    run(lambda: main("one", KillAt(5)), arguments=("--lr=1",))
-    run(lambda: main("two", KillAt(2)), arguments=("--lr=2",))
+    run(lambda: main("one", KillAt(3)), arguments=("--lr=1",))
+    run(lambda: main("two", KillAt(1)), arguments=("--lr=2",))
     assert run(lambda: main("one"), arguments=("--lr=1",)).exit_code == 0
     assert run(lambda: main("two"), arguments=("--lr=2",)).exit_code == 0
-    assert told(tmp_path, "one") == [3]
-    assert told(tmp_path, "two") == [6]
+    assert told(tmp_path, "one") == [2]
+    assert told(tmp_path, "two") == [4]
 
 
 def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
@@ -186,10 +184,10 @@ def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
                 while not (tmp_path / "go").exists():
                     time.sleep(0.01)
 
-    first = Script(lambda: fit_eight([protected(), Wait()], tmp_path))
+    first = Script(lambda: fit_net([protected(), Wait()], tmp_path))
     while not (tmp_path / "started").exists():
         time.sleep(0.01)
-    second = run(lambda: fit_eight([protected()], tmp_path))
+    second = run(lambda: fit_net([protected()], tmp_path))
     (tmp_path / "go").touch()
     assert first.wait().exit_code == 0
     assert second.exit_code == 1
@@ -207,7 +205,7 @@ def pretrained(tmp_path: Path) -> Path:
     path = tmp_path / "pretrained.ckpt"
 
     def main() -> None:
-        trainer = fit_eight([], tmp_path / "pretraining", max_epochs=1)
+        trainer = fit_net([], tmp_path / "pretraining", max_epochs=1)
         trainer.save_checkpoint(path)
 
     assert run(main, seed=7).exit_code == 0
@@ -216,7 +214,7 @@ def pretrained(tmp_path: Path) -> Path:
 
 def finetune(directory: Path, path: Path, *faults: Callback) -> None:
     """Go on from a pretrained checkpoint."""
-    trainer = fit_eight([protected(), *faults], directory, ckpt_path=path)
+    trainer = fit_net([protected(), *faults], directory, ckpt_path=path)
     tell(directory, "weights", weights(trainer))
 
 
@@ -225,10 +223,10 @@ def test_pretrained_checkpoint_does_not_start_over(pretrained: Path, tmp_path: P
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert run(lambda: finetune(tmp_path / "whole", pretrained)).exit_code == 0
-    assert run(lambda: finetune(tmp_path / "killed", pretrained, KillAt(4))).exit_code == -signal.SIGKILL
+    assert run(lambda: finetune(tmp_path / "killed", pretrained, KillAt(2))).exit_code == -signal.SIGKILL
     ended = run(lambda: finetune(tmp_path / "killed", pretrained), seed=99)
     assert ended.exit_code == 0, ended.output
-    assert "before batch 4 of epoch 1" in ended.output
+    assert "before batch 2 of epoch 1" in ended.output
     assert told(tmp_path / "killed", "weights") == told(tmp_path / "whole", "weights")
 
 
@@ -237,24 +235,24 @@ def test_another_explicit_checkpoint_wins(pretrained: Path, tmp_path: Path) -> N
     other = tmp_path / "other.ckpt"
     other.write_bytes(pretrained.read_bytes())
     (tmp_path / "run").mkdir()
-    run(lambda: finetune(tmp_path / "run", pretrained, KillAt(4)))
+    run(lambda: finetune(tmp_path / "run", pretrained, KillAt(2)))
     ended = run(lambda: finetune(tmp_path / "run", other), seed=99)
     assert ended.exit_code == 0, ended.output
     assert "superseded" in ended.output
-    assert "before batch 4" not in ended.output
+    assert "before batch 2" not in ended.output
 
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
-@pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 6"), (100, "behind the step of batch 3")])
+@pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 3"), (100, "behind the step of batch 1")])
 def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_path: Path) -> None:
     """With ckpt_path="last" our autosave is taken where it is further on, ModelCheckpoint's file where that is."""
 
     def main(*faults: Callback) -> None:
-        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
         callbacks = [protected(every_n_train_steps=interval), last, *faults]
-        fit_eight(callbacks, tmp_path, enable_checkpointing=True, ckpt_path="last")
+        fit_net(callbacks, tmp_path, enable_checkpointing=True, ckpt_path="last")
 
-    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
     assert f"Resumed exactly {expected} of epoch 0" in ended.output
@@ -292,11 +290,11 @@ def test_last_that_cannot_be_taken_leads_to_the_autosave(module: Any, spoil: Any
     """With ckpt_path="last" a file that is damaged, or refused, does not keep the run from its autosave."""
 
     def main(*faults: Callback) -> None:
-        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
         callbacks = [protected(every_n_train_steps=100), last, *faults]
-        fit_eight(callbacks, tmp_path, module=module(), enable_checkpointing=True, ckpt_path="last")
+        fit_net(callbacks, tmp_path, module=module(), enable_checkpointing=True, ckpt_path="last")
 
-    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
     spoil(tmp_path / "checkpoints/last.ckpt")
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
@@ -310,13 +308,13 @@ def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
     """Where our autosave is further on, nobody is told at each start that the other file can't be taken."""
 
     def main(*faults: Callback) -> None:
-        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=4)
-        fit_eight([protected(), last, *faults], tmp_path, module=ArgsNet(), enable_checkpointing=True, ckpt_path="last")
+        last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
+        fit_net([protected(), last, *faults], tmp_path, module=ArgsNet(), enable_checkpointing=True, ckpt_path="last")
 
-    assert run(lambda: main(KillAt(6))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 6 of epoch 0" in ended.output
+    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
     assert "can't be taken" not in ended.output
 
 
@@ -324,11 +322,11 @@ def test_last_that_is_refused_is_compared_all_the_same(tmp_path: Path) -> None:
 
 CHANGES = {
     "learning rate": lambda: {"learning_rate": 0.5},
-    "split": lambda: {"train": DataLoader(Subset(NoisyDataset(64), range(1, 33)), batch_size=4, shuffle=True)},
-    "data": lambda: {"train": DataLoader(TensorDataset(torch.zeros(32, 4)), batch_size=4, shuffle=True)},
-    "batch size": lambda: {"train": DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=8, shuffle=True)},
+    "split": lambda: {"train": DataLoader(Subset(NoisyDataset(40), range(1, 21)), batch_size=4, shuffle=True)},
+    "data": lambda: {"train": DataLoader(TensorDataset(torch.zeros(20, 4)), batch_size=4, shuffle=True)},
+    "batch size": lambda: {"train": DataLoader(Subset(NoisyDataset(40), range(20)), batch_size=10, shuffle=True)},
     "sampler": lambda: {
-        "train": DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=4, sampler=SubsetRandomSampler(range(32)))
+        "train": DataLoader(Subset(NoisyDataset(40), range(20)), batch_size=4, sampler=SubsetRandomSampler(range(20)))
     },
     "accumulation": lambda: {"accumulate_grad_batches": 2},
 }
@@ -350,10 +348,10 @@ def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) ->
     """What was changed between two starts is named with both values; strict=False goes on."""
 
     def main(*callbacks: Callback, learning_rate: float = 0.01, train: Any = None, **arguments: Any) -> None:
-        train = train or DataLoader(Subset(NoisyDataset(64), range(32)), batch_size=4, shuffle=True)
-        fit_eight([*callbacks], tmp_path, train=train, module=TunedNet(learning_rate), **arguments)
+        train = train or DataLoader(Subset(NoisyDataset(40), range(20)), batch_size=4, shuffle=True)
+        fit_net([*callbacks], tmp_path, train=train, module=TunedNet(learning_rate), **arguments)
 
-    assert run(lambda: main(protected(), KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(protected(), KillAt(3))).exit_code == -signal.SIGKILL
     refused = run(lambda: main(protected(), **CHANGES[change]()))
     assert refused.exit_code == 1
     assert "FingerprintMismatchError" in refused.output
@@ -371,7 +369,7 @@ class Probe(Callback):
     def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(trainer.current_epoch)
-            probe = fit_eight([self.callback or protected()], self.directory, max_epochs=1)
+            probe = fit_net([self.callback or protected()], self.directory, max_epochs=1)
         tell(self.directory, "probes", [trainer.current_epoch, weights(probe)])
 
 
@@ -383,16 +381,16 @@ def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
     def main(directory: Path, *faults: Callback) -> None:
         callback = protected()
         probe = Probe(directory, callback if is_shared else None)
-        fit_eight([*faults, callback, probe], directory, max_epochs=4)
+        fit_net([*faults, callback, probe], directory, max_epochs=4)
 
     whole.mkdir(), killed.mkdir()
     ended = run(lambda: main(whole))
     assert ended.exit_code == 0, ended.output
-    ended = run(lambda: main(killed, KillAt(20)))
+    ended = run(lambda: main(killed, KillAt(12)))
     assert ended.exit_code == -signal.SIGKILL, ended.output
     ended = run(lambda: main(killed), seed=2)
     assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 4 of epoch 2" in ended.output
+    assert "Resumed exactly before batch 2 of epoch 2" in ended.output
     assert told(killed, "probes") == told(whole, "probes")
 
 
@@ -403,9 +401,9 @@ def test_module_whose_log_is_a_function(tmp_path: Path) -> None:
         module = Net()
         log = module.log
         module.log = lambda *args, **arguments: log(*args, **arguments)  # type: ignore[method-assign]
-        fit_eight([*faults, protected()], tmp_path, module=module)
+        fit_net([*faults, protected()], tmp_path, module=module)
 
-    assert run(lambda: main(KillAt(5))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
     ended = run(main, seed=2)
     assert ended.exit_code == 0, ended.output
-    assert "Resumed exactly before batch 5 of epoch 0" in ended.output
+    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
