@@ -153,6 +153,12 @@ class FaultTolerance(Callback):
         self._session = Session(trainer, self._options)
         self._session.begin()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the fit that is under way: a copy has the same arguments, and has trained nothing yet."""
+        of_the_fit = {"log_dict", *dir(Callback)}
+        own = {name: value for name, value in vars(self).items() if name not in of_the_fit}
+        return {**own, "_log": None, "_session": None, "_ledger": None}
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take over the fit."""
         if stage != "fit":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Callback
+
 
 class Patches:
     """Replacements of methods on single objects, undone all at once."""
@@ -14,7 +16,10 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the method `name` of `owner` by what `make` returns for it."""
-        self.replace(owner, name, make(getattr(owner, name)))
+        replacement = make(getattr(owner, name))
+        # Scripts copy callbacks in the middle of a fit, to train another model with them.
+        is_copied = isinstance(owner, Callback)
+        self.replace(owner, name, _ReplacedMethod(owner, name, replacement) if is_copied else replacement)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace the attribute `name` of `owner` by `value`."""
@@ -27,3 +32,19 @@ class Patches:
         """Put everything back, the last replacement first."""
         while self._undo:
             self._undo.pop()()
+
+
+class _ReplacedMethod:
+    """What stands in the place of a method; a deep copy of its owner has that method of its own instead."""
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._replacement = replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replacement(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._owner))
+        return self if copied is None else getattr(type(copied), self._name).__get__(copied)

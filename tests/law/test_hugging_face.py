@@ -17,7 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law.test_iterable import noise
-from tests.runs import Cut, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.law.test_loaders import assert_loader_goes_on
+from tests.runs import LATER_EPOCH, Cut, assert_goes_on, each_cut, each_num_workers, fit_net
 
 # torchdata 0.11 calls what torch 2.13 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -48,27 +49,28 @@ def stacked(rows: list[dict[str, Any]]) -> Tensor:
     return torch.stack([torch.as_tensor(row["x"], dtype=torch.float32) for row in rows])
 
 
-def rows() -> Iterator[dict[str, list[float]]]:
-    """Give 32 rows."""
-    for row in np.linspace(-1, 1, 128).reshape(32, 4):
+def rows(num_rows: int) -> Iterator[dict[str, list[float]]]:
+    """Give so many rows."""
+    for row in np.linspace(-1, 1, num_rows * 4).reshape(num_rows, 4):
         yield {"x": row.tolist()}
 
 
-def sharded_rows(shards: list[int]) -> Iterator[dict[str, list[float]]]:
-    """Give the rows of some shards of 8."""
-    every = list(rows())
+def sharded_rows(shards: list[int], num_rows: int) -> Iterator[dict[str, list[float]]]:
+    """Give the rows of some shards of a quarter each."""
+    every, length = list(rows(num_rows)), num_rows // 4
     for shard in shards:
-        yield from every[shard * 8 : shard * 8 + 8]
+        yield from every[shard * length : (shard + 1) * length]
 
 
-def table() -> datasets.Dataset:
-    """Return 32 rows in memory."""
-    return datasets.Dataset.from_dict({"x": [row["x"] for row in rows()]})
+def table(num_rows: int) -> datasets.Dataset:
+    """Return rows in memory."""
+    return datasets.Dataset.from_dict({"x": [row["x"] for row in rows(num_rows)]})
 
 
-def generated() -> datasets.IterableDataset:
+def generated(num_rows: int) -> datasets.IterableDataset:
     """Return a stream of four shards."""
-    return datasets.IterableDataset.from_generator(sharded_rows, gen_kwargs={"shards": [0, 1, 2, 3]})
+    kwargs = {"shards": [0, 1, 2, 3], "num_rows": num_rows}
+    return datasets.IterableDataset.from_generator(sharded_rows, gen_kwargs=kwargs)
 
 
 def drawn() -> np.random.Generator:
@@ -76,10 +78,14 @@ def drawn() -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(1000, ())))
 
 
-MAPS: dict[str, Callable[[Path], datasets.Dataset]] = {
-    "dict": lambda cache: table().with_transform(noisy),
-    "generator": lambda cache: datasets.Dataset.from_generator(rows, cache_dir=str(cache)).with_transform(noisy),
-    "shuffled": lambda cache: table().shuffle(seed=1).select(range(30)).with_transform(noisy),
+MAPS: dict[str, Callable[[int, Path], datasets.Dataset]] = {
+    "dict": lambda num_rows, cache: table(num_rows).with_transform(noisy),
+    "generator": lambda num_rows, cache: datasets.Dataset.from_generator(
+        rows, cache_dir=str(cache), gen_kwargs={"num_rows": num_rows}
+    ).with_transform(noisy),
+    "shuffled": lambda num_rows, cache: (
+        table(num_rows).shuffle(seed=1).select(range(num_rows - 2)).with_transform(noisy)
+    ),
 }
 
 
@@ -88,24 +94,28 @@ MAPS: dict[str, Callable[[Path], datasets.Dataset]] = {
 def test_map_style(name: str, num_workers: int, tmp_path: Path) -> None:
     """A table goes on in its order, with the draws of its transform; it gives all rows of a batch at once."""
 
-    def train() -> DataLoader[Any]:
-        data: Any = MAPS[name](tmp_path)
+    def train(num_rows: int) -> DataLoader[Any]:
+        data: Any = MAPS[name](num_rows, tmp_path)
         return DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=stacked)
 
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
 
 
-STREAMS: dict[str, Callable[[], datasets.IterableDataset]] = {
-    "table": lambda: table().to_iterable_dataset(num_shards=4).map(noisy_row),
-    "table, shuffled": lambda: table().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=6),
-    "generator": lambda: generated().map(noisy_row),
-    "generator, shuffled": lambda: generated().shuffle(seed=3, buffer_size=6).map(noisy_row),
+STREAMS: dict[str, Callable[[int], datasets.IterableDataset]] = {
+    "table": lambda num_rows: table(num_rows).to_iterable_dataset(num_shards=4).map(noisy_row),
+    "table, shuffled": lambda num_rows: (
+        table(num_rows).to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=6)
+    ),
+    "generator": lambda num_rows: generated(num_rows).map(noisy_row),
+    "generator, shuffled": lambda num_rows: generated(num_rows).shuffle(seed=3, buffer_size=6).map(noisy_row),
 }
 
 
-def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **arguments: Any) -> Callable[[], Any]:
-    """Return what makes a loader of a stream."""
-    return lambda: kind(STREAMS[name](), batch_size=4, num_workers=num_workers, collate_fn=stacked, **arguments)
+def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **arguments: Any) -> Callable[[int], Any]:
+    """Return what makes a loader of a stream of so many rows."""
+    return lambda num_rows: kind(
+        STREAMS[name](num_rows), batch_size=4, num_workers=num_workers, collate_fn=stacked, **arguments
+    )
 
 
 @each_num_workers
@@ -113,14 +123,14 @@ def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **argumen
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name: str, cut: Cut, num_workers: int) -> None:
     """A stream goes on with the row that is next, and with what is in its shuffle buffer."""
-    assert_goes_on(cut, train=stream_loader(name, num_workers))
+    assert_loader_goes_on(cut, num_workers, train=stream_loader(name, num_workers))
 
 
 @each_num_workers
 def test_stream_in_a_stateful_dataloader(num_workers: int) -> None:
     """The state of the stream, with which torchdata would go on, lacks the buffer; it is replayed there too."""
     train = stream_loader("generator, shuffled", num_workers, StatefulDataLoader)
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
 
 
 class TellsEpoch(Callback):
@@ -135,14 +145,16 @@ def test_stream_that_is_told_its_epoch(num_workers: int) -> None:
     """With ``set_epoch`` the order of a later epoch goes on."""
     train = stream_loader("generator, shuffled", num_workers, persistent_workers=num_workers > 0)
     users = lambda: [TellsEpoch()]  # noqa: E731 - a list of new callbacks for each run
-    assert_goes_on(Cut(kill=22, every=21, goes_on_at=(2, 5)), train=train, users=users, max_epochs=3)
+    num_rows = 32 if num_workers else 20
+    cut = Cut(kill=22, every=21, goes_on_at=(2, 5)) if num_workers else Cut(kill=14, every=13, goes_on_at=(2, 3))
+    assert_goes_on(cut, train=lambda: train(num_rows), users=users, max_epochs=3)
 
 
 class Wrapped(IterableDataset[Any]):
     """Passes a stream on, and its state."""
 
-    def __init__(self) -> None:
-        self.stream = STREAMS["generator, shuffled"]()
+    def __init__(self, num_rows: int) -> None:
+        self.stream = STREAMS["generator, shuffled"](num_rows)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stream)
@@ -159,21 +171,24 @@ class Wrapped(IterableDataset[Any]):
 @each_num_workers
 def test_stream_inside_a_data_set_of_the_users(num_workers: int) -> None:
     """A state that is passed on is not trusted either: it lacks the shuffle buffer."""
-    cut = Cut(kill=14, every=13, goes_on_at=(1, 5))
-    assert_goes_on(cut, train=lambda: DataLoader(Wrapped(), 4, num_workers=num_workers, collate_fn=stacked))
+    assert_loader_goes_on(
+        LATER_EPOCH,
+        num_workers,
+        train=lambda num_rows: DataLoader(Wrapped(num_rows), 4, num_workers=num_workers, collate_fn=stacked),
+    )
 
 
 CHANGED: dict[str, tuple[Callable[[], Any], str]] = {
-    "table": (lambda: table().shuffle(generator=drawn()), "indices"),
+    "table": (lambda: table(20).shuffle(generator=drawn()), "indices"),
     "stream of a table": (
-        lambda: table().to_iterable_dataset(num_shards=8).shuffle(buffer_size=6, generator=drawn()),
+        lambda: table(20).to_iterable_dataset(num_shards=8).shuffle(buffer_size=6, generator=drawn()),
         "source 3 shards",
     ),
-    "generator": (lambda: generated().shuffle(buffer_size=6, generator=drawn()), "source 2 shards"),
+    "generator": (lambda: generated(20).shuffle(buffer_size=6, generator=drawn()), "source 2 shards"),
 }
 
 
-@pytest.mark.parametrize("kill", [3, 8])
+@pytest.mark.parametrize("kill", [3, 5])
 @pytest.mark.parametrize("name", CHANGED)
 def test_shuffled_without_a_seed(name: str, kill: int) -> None:
     """What has another order in the process that resumes is refused, at the edge of an epoch too."""
@@ -190,20 +205,22 @@ def test_shuffled_without_a_seed(name: str, kill: int) -> None:
 def test_buffer_shuffled_without_a_seed(num_workers: int) -> None:
     """Where the order of the shards is the same, the generator of the shuffle buffer goes on."""
 
-    def train() -> DataLoader[Any]:
-        stream = datasets.IterableDataset.from_generator(rows).shuffle(buffer_size=6, generator=drawn())
-        return DataLoader(stream, batch_size=4, num_workers=num_workers, collate_fn=stacked)
+    def train(num_rows: int) -> DataLoader[Any]:
+        stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"num_rows": num_rows})
+        shuffled = stream.shuffle(buffer_size=6, generator=drawn())
+        return DataLoader(shuffled, batch_size=4, num_workers=num_workers, collate_fn=stacked)
 
-    assert_goes_on(Cut(kill=14, every=13, goes_on_at=(1, 5)), train=train)
+    assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
 
 
 @each_num_workers
 def test_stream_of_other_rows(num_workers: int) -> None:
     """A stream that gives other rows in the process that resumes is refused."""
+    num_rows = 32 if num_workers else 20
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
-        order = drawn().permutation(32).tolist()
-        stream: Any = datasets.IterableDataset.from_generator(lambda: ({"x": [n / 32] * 4} for n in order))
+        order = drawn().permutation(num_rows).tolist()
+        stream: Any = datasets.IterableDataset.from_generator(lambda: ({"x": [n / num_rows] * 4} for n in order))
         train = DataLoader(stream, batch_size=4, num_workers=num_workers, collate_fn=stacked)
         return fit_net(callbacks, directory, train=train)
 

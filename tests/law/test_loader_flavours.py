@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law.test_iterable import Stream
+from tests.law.test_loaders import SHORT_CUTS
 from tests.runs import (
     Cut,
     HoldingDataset,
@@ -31,6 +32,20 @@ pytestmark = [
 ]
 
 
+# With workers an epoch has 8 batches, without them 5, as in `tests.law.test_loaders`.
+
+
+def num_batches(num_workers: int) -> int:
+    """Return how many batches an epoch has."""
+    return 8 if num_workers else 5
+
+
+def cut_at(epoch: int, batch: int, num_workers: int) -> Cut:
+    """Return a cut at the start of a batch, saved just before; a negative batch counts from the epoch's end."""
+    batch %= num_batches(num_workers)
+    return Cut(kill=epoch * num_batches(num_workers) + batch, every=1, goes_on_at=(epoch, batch))
+
+
 class Grows(LightningDataModule):
     """Counts the batches that were used and the loaders that it gave; what it gives depends on both."""
 
@@ -45,7 +60,7 @@ class Grows(LightningDataModule):
 
     def make(self) -> DataLoader[Any]:
         """Return a loader of rows shifted by how many loaders there were, and how many batches were used."""
-        data = NoisyDataset()
+        data = NoisyDataset(4 * num_batches(self.num_workers))
         data.rows = data.rows + self.num_given + self.num_used / 8
         return DataLoader(data, 4, shuffle=True, num_workers=self.num_workers)
 
@@ -83,7 +98,8 @@ class Counts(Grows):
 
     def make(self) -> DataLoader[Any]:
         """Return a loader."""
-        return DataLoader(NoisyDataset(), 4, shuffle=True, num_workers=self.num_workers)
+        data = NoisyDataset(4 * num_batches(self.num_workers))
+        return DataLoader(data, 4, shuffle=True, num_workers=self.num_workers)
 
 
 class Keeps(Counts):
@@ -102,15 +118,15 @@ class Keeps(Counts):
 @each_cut
 def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
     """What a data module counts as batches are used goes on."""
-    hold(lambda: Counts(num_workers), cut)
+    hold(lambda: Counts(num_workers), cut if num_workers else SHORT_CUTS[cut])
 
 
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("kill", "batch"), [(13, 5), pytest.param(15, 7, marks=pytest.mark.slow), (16, 0)])
-def test_loaders_asked_for_anew(kill: int, batch: int, every: int, num_workers: int) -> None:
+@pytest.mark.parametrize(("epoch", "batch"), [(1, -3), pytest.param(1, -1, marks=pytest.mark.slow), (2, 0)])
+def test_loaders_asked_for_anew(epoch: int, batch: int, every: int, num_workers: int) -> None:
     """With ``reload_dataloaders_every_n_epochs`` they are asked for in the same epochs."""
-    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, batch))
+    cut = cut_at(epoch, batch, num_workers)
     hold(lambda: Counts(num_workers), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
@@ -121,34 +137,40 @@ def test_kept_loader_asked_for_anew(every: int) -> None:
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
-@pytest.mark.parametrize("kill", [5, 24])
-def test_loader_that_depends_on_the_state(kill: int) -> None:
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), (3, 0)])
+def test_loader_that_depends_on_the_state(epoch: int, batch: int) -> None:
     """A loader that a data module makes of its state is another one in the middle of an epoch: it is refused."""
-    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
+    cut = cut_at(epoch, batch, 0)
     with pytest.raises(AssertionError, match=r"train/0\.dataset\.rows: "):
         hold(lambda: Grows(0), cut, reload_dataloaders_every_n_epochs=1, max_epochs=4)
 
 
-def shuffled(num_workers: int, length: int = 64, **arguments: Any) -> Callable[[], DataLoader[Any]]:
-    """Return what makes a loader of more batches than are used."""
+def shuffled(num_workers: int, length: int | None = None, **arguments: Any) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader of more batches than are used: of twice as many unless a length is given."""
+    length = 8 * num_batches(num_workers) if length is None else length
     return lambda: DataLoader(HoldingDataset(length), batch_size=4, shuffle=True, num_workers=num_workers, **arguments)
 
 
-LIMITS: dict[str, tuple[Callable[[int], Any], Any]] = {
-    "int": (shuffled, 8),
-    "float": (shuffled, 0.5),
-    "iterable": (lambda workers: lambda: DataLoader(Stream(64), batch_size=4, num_workers=workers), 8),
+def streamed(num_workers: int) -> Callable[[], DataLoader[Any]]:
+    """Return what makes a loader of a stream of twice as many batches as are used."""
+    return lambda: DataLoader(Stream(8 * num_batches(num_workers)), batch_size=4, num_workers=num_workers)
+
+
+LIMITS: dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]] = {
+    "int": (shuffled, num_batches),
+    "float": (shuffled, lambda _: 0.5),
+    "iterable": (streamed, num_batches),
 }
 
 
 @each_num_workers
-@pytest.mark.parametrize("kill", [3, pytest.param(15, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), pytest.param(1, -1, marks=pytest.mark.slow), (2, 0)])
 @pytest.mark.parametrize("name", LIMITS)
-def test_limited_training_batches(name: str, kill: int, num_workers: int) -> None:
+def test_limited_training_batches(name: str, epoch: int, batch: int, num_workers: int) -> None:
     """The last batch of an epoch ends it, and the next epochs have all their batches."""
     make, limit = LIMITS[name]
-    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
-    assert_goes_on(cut, train=make(num_workers), limit_train_batches=limit, max_epochs=3)
+    cut = cut_at(epoch, batch, num_workers)
+    assert_goes_on(cut, train=make(num_workers), limit_train_batches=limit(num_workers), max_epochs=3)
 
 
 @each_num_workers
@@ -162,10 +184,11 @@ def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) ->
 
 
 @each_num_workers
-@pytest.mark.parametrize("overfit", [8, 0.5])
-@pytest.mark.parametrize("kill", [3, pytest.param(15, marks=pytest.mark.slow)])
-def test_overfit_batches(kill: int, overfit: float, num_workers: int) -> None:
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), pytest.param(1, -1, marks=pytest.mark.slow)])
+def test_overfit_batches(epoch: int, batch: int, kind: type[float], num_workers: int) -> None:
     """The same batches in every epoch, unshuffled, each with its own noise."""
-    cut = Cut(kill=kill, every=1, goes_on_at=(kill // 8, kill % 8))
+    cut = cut_at(epoch, batch, num_workers)
+    overfit = num_batches(num_workers) if kind is int else 0.5
     validation = shuffled(num_workers, 16)
     assert_goes_on(cut, train=shuffled(num_workers), validation=validation, overfit_batches=overfit, max_epochs=3)

@@ -21,7 +21,7 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
 from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, fit_eight, make_trainer
+from tests.runs import Net, NoisyDataset, fit_net, make_trainer
 
 
 def ours(value: Any, seen: set[int] | None = None, depth: int = 0) -> list[str]:
@@ -60,7 +60,7 @@ def test_nothing_is_left_behind(num_workers: int, fails: bool, tmp_path: Path) -
 
     def main() -> None:
         children = set(torch.multiprocessing.active_children())  # of the process that forked this one
-        data = NoisyDataset()
+        data = NoisyDataset(32 if num_workers else 20)
         train = DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers)
         validation = CombinedLoader([DataLoader(NoisyDataset(8), batch_size=4)], "sequential")
         inner = validation.flattened[0]
@@ -90,7 +90,7 @@ def test_two_fits_and_a_test_with_one_trainer(tmp_path: Path) -> None:
 
     def main(name: str, *callbacks: Callback) -> None:
         trainer = make_trainer([*callbacks], tmp_path / name, max_epochs=1)
-        module, loader = Tested(), DataLoader(NoisyDataset(), batch_size=4, shuffle=True)
+        module, loader = Tested(), DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)
         validation = DataLoader(NoisyDataset(8), batch_size=4)
         trainer.fit(module, loader, validation)
         trainer.fit_loop.max_epochs = 2
@@ -106,7 +106,7 @@ def test_two_fits_and_a_test_with_one_trainer(tmp_path: Path) -> None:
 
 def test_validate_and_test_touch_no_autosave(tmp_path: Path) -> None:
     """Between a crash and its resume, validate and test leave the autosaves alone."""
-    run(lambda: fit_eight([protected(), KillAt(5)], tmp_path))
+    run(lambda: fit_net([protected(), KillAt(3)], tmp_path))
     before = {path: path.stat().st_mtime_ns for path in autosaves(tmp_path)}
     assert before
 
@@ -124,7 +124,7 @@ def test_no_effect_on_trial_runs(argument: dict[str, Any], tmp_path: Path) -> No
 
     def main() -> None:
         arguments = {} if "fast_dev_run" in argument else dict.fromkeys(["log_every_n_steps"], None)
-        fit_eight([protected()] if "fast_dev_run" in argument else [], tmp_path, **{**arguments, **argument})
+        fit_net([protected()] if "fast_dev_run" in argument else [], tmp_path, **{**arguments, **argument})
 
     if "barebones" in argument:
         pytest.importorskip("lightning")
@@ -199,13 +199,13 @@ def test_environment_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
 
     def main(name: str, *callbacks: Callback) -> None:
-        trainer = fit_eight([CountBatches(), *callbacks], tmp_path / name)
+        trainer = fit_net([CountBatches(), *callbacks], tmp_path / name)
         tell(tmp_path, name, weights(trainer))
 
     assert run(lambda: main("whole")).exit_code == 0
-    assert run(lambda: main("killed", KillAt(5, signum=signal.SIGTERM))).exit_code == 143
+    assert run(lambda: main("killed", KillAt(2, signum=signal.SIGTERM))).exit_code == 143
     ended = run(lambda: main("killed"), seed=99)
-    assert "before batch 6 of epoch 0" in ended.output
+    assert "before batch 3 of epoch 0" in ended.output
     assert told(tmp_path, "killed") == told(tmp_path, "whole")
 
 
@@ -219,7 +219,7 @@ def test_second_sigint_stops_at_once(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 tell(tmp_path, "after", copy.copy(batch_idx))
 
-    assert run(lambda: fit_eight([protected(), Interrupt()], tmp_path)).exit_code == 130
+    assert run(lambda: fit_net([protected(), Interrupt()], tmp_path)).exit_code == 130
     assert told(tmp_path, "after") == []
 
 
@@ -227,7 +227,7 @@ def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
     """A stop ends the process: the script does not go on as if training had ended."""
 
     def main() -> None:
-        fit_eight([protected(), KillAt(3, signum=signal.SIGTERM)], tmp_path)
+        fit_net([protected(), KillAt(2, signum=signal.SIGTERM)], tmp_path)
         tell(tmp_path, "after", 1)
 
     assert run(main).exit_code == 143
@@ -251,7 +251,7 @@ def test_stop_signal_when_the_fit_is_all_but_over(hook: str, tmp_path: Path) -> 
 
     def main(*faults: Callback) -> None:
         count = CountBatches()
-        trainer = fit_eight([protected(), count, *faults], tmp_path, max_epochs=1)
+        trainer = fit_net([protected(), count, *faults], tmp_path, max_epochs=1)
         if hook == "on_fit_end" and faults:
             os.kill(os.getpid(), signal.SIGTERM)  # Lightning's and our handlers are gone: the process just ends
         tell(tmp_path, "ended", [count.num_batches, weights(trainer)])

@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from tests.law.test_loaders import assert_loader_goes_on
 from tests.runs import (
     Cut,
     DrawingSampler,
@@ -21,6 +22,7 @@ from tests.runs import (
     assert_goes_on,
     each_cut,
     each_num_workers,
+    each_short_cut,
 )
 
 # The long one has 8 batches, the short one 3: it is in its second and third cycle at the cuts.
@@ -71,20 +73,20 @@ class Nested(Net):
         return super().training_step(first + others["a"] + others["b"], batch_idx)
 
 
-@each_cut
+@each_short_cut
 def test_nested_loaders(cut: Cut) -> None:
     """A list that holds a dict of loaders resumes like one loader."""
 
     def loader() -> DataLoader[Any]:
-        return DataLoader(NoisyDataset(), batch_size=4, shuffle=True)
+        return DataLoader(NoisyDataset(20), batch_size=4, shuffle=True)
 
     assert_goes_on(cut, train=lambda: [loader(), {"a": loader(), "b": loader()}], module=Nested)
 
 
-UNSIZED: dict[str, Callable[[int], Any]] = {
-    "one": lambda workers: Unsized(HoldingDataset(), batch_size=4, shuffle=True, num_workers=workers),
-    "drawing sampler": lambda workers: Unsized(
-        NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=workers
+UNSIZED: dict[str, Callable[[int, int], Any]] = {
+    "one": lambda rows, workers: Unsized(HoldingDataset(rows), batch_size=4, shuffle=True, num_workers=workers),
+    "drawing sampler": lambda rows, workers: Unsized(
+        NoisyDataset(rows), batch_size=4, sampler=DrawingSampler(rows), num_workers=workers
     ),
 }
 
@@ -94,7 +96,7 @@ UNSIZED: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("name", UNSIZED)
 def test_loader_without_a_length(name: str, num_workers: int, cut: Cut) -> None:
     """Lightning fetches one batch ahead: it is fetched again under the random states of its first fetch."""
-    assert_goes_on(cut, train=lambda: UNSIZED[name](num_workers))
+    assert_loader_goes_on(cut, num_workers, train=lambda num_rows: UNSIZED[name](num_rows, num_workers))
 
 
 @pytest.mark.parametrize(("kill", "batch"), [(11, 2), (12, 3), (13, 4)])
@@ -114,10 +116,10 @@ def test_loader_without_a_length_beside_a_cycled_one(num_workers: int, kill: int
 def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut) -> None:
     """``limit_train_batches`` ends the epoch in the middle of the data."""
 
-    def train() -> Any:
-        return Unsized(HoldingDataset(64), batch_size=4, shuffle=True, num_workers=num_workers)
+    def train(num_rows: int) -> Any:
+        return Unsized(HoldingDataset(2 * num_rows), batch_size=4, shuffle=True, num_workers=num_workers)
 
-    assert_goes_on(cut, train=train, limit_train_batches=8)
+    assert_loader_goes_on(cut, num_workers, train=train, limit_train_batches=8 if num_workers else 5)
 
 
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
@@ -125,9 +127,12 @@ def test_limited_batches_of_a_loader_without_a_length(num_workers: int, cut: Cut
 @each_num_workers
 def test_step_that_fetches_by_itself(num_workers: int, cut: Cut) -> None:
     """``training_step(self, dataloader_iter)``: the position counts fetches of finished steps."""
-    assert_goes_on(
+    assert_loader_goes_on(
         cut,
-        train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers),
+        num_workers,
+        train=lambda num_rows: DataLoader(
+            HoldingDataset(num_rows), batch_size=4, shuffle=True, num_workers=num_workers
+        ),
         module=Fetches,
     )
 
