@@ -187,6 +187,30 @@ def test_killed_before_it_has_written_again(kills: list[int], tmp_path: Path) ->
     assert_same(run_whole_and_killed(main, tmp_path, kills, every_n_train_steps=7))
 
 
+class OwnState(ModelCheckpoint):
+    """Saves something else than what Lightning's class would."""
+
+    given: Any = None
+
+    def state_dict(self) -> Any:
+        return self.given
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == self.given
+
+
+@pytest.mark.parametrize("given", [{}, None, {"mine": 1}], ids=str)
+def test_subclass_with_a_state_of_its_own(given: Any, tmp_path: Path) -> None:
+    """Whatever a subclass gives as its state, or nothing: what Lightning's part of it knows goes on."""
+
+    def main(callbacks: list[Callback], directory: Path) -> None:
+        saving = OwnState(directory / "own", monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=2)
+        saving.given = given
+        fit_saving(callbacks, directory, [saving], val_check_interval=2)
+
+    assert_same(run_whole_and_killed(main, tmp_path, [6, 5], every_n_train_steps=2), 3)
+
+
 LOGGERS: dict[str, Callable[[Path], Any]] = {
     "default": lambda directory: True,
     "named": lambda directory: TensorBoardLogger(directory, name="mine", version="first"),

@@ -20,8 +20,9 @@ from lightning_faulttolerant.streaming.format.mds_writer import MDSWriter
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan
+from tests.law.test_loaders import SHORT_CUTS
 from tests.rank_runs import for_ranks
-from tests.runs import LATER_EPOCH, Cut, Net, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.runs import LATER_EPOCH, LATER_SHORT_EPOCH, Cut, Net, assert_goes_on, each_cut, each_num_workers, fit_net
 
 pytestmark = [
     *for_ranks,
@@ -29,13 +30,26 @@ pytestmark = [
 ]
 
 
+def write_samples(directory: str, num_samples: int) -> None:
+    """Write a data set in small shards."""
+    with MDSWriter(out=directory, columns={"n": "int"}, size_limit=128) as writer:
+        for n in range(num_samples):
+            writer.write({"n": n})
+
+
 @pytest.fixture(scope="module")
 def data() -> Iterator[str]:
     """A data set of 32 samples in small shards."""
     with tempfile.TemporaryDirectory() as directory:
-        with MDSWriter(out=directory, columns={"n": "int"}, size_limit=128) as writer:
-            for n in range(32):
-                writer.write({"n": n})
+        write_samples(directory, 32)
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def short_data() -> Iterator[str]:
+    """One of 20 samples: 5 batches, for loaders without workers."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_samples(directory, 20)
         yield directory
 
 
@@ -59,19 +73,20 @@ class Wrapped(IterableDataset[Tensor]):
 
 
 def loader(data: str, **arguments: Any) -> StreamingDataLoader:
-    """Return a shuffled loader of 8 batches."""
+    """Return a shuffled loader of batches of 4."""
     dataset = Augmented(data, shuffle=True, batch_size=4, shuffle_block_size=16)
     return StreamingDataLoader(dataset, batch_size=4, **arguments)
 
 
 @each_num_workers
 @each_cut
-def test_a_streaming_loader_goes_on(data: str, cut: Cut, num_workers: int) -> None:
+def test_a_streaming_loader_goes_on(data: str, short_data: str, cut: Cut, num_workers: int) -> None:
     """In its epoch's order, with the augmentations of its workers; its validation loader is in its own epoch again."""
+    directory = data if num_workers else short_data
     assert_goes_on(
-        cut,
-        train=lambda: loader(data, num_workers=num_workers),
-        validation=lambda: loader(data, num_workers=num_workers),
+        cut if num_workers else SHORT_CUTS[cut],
+        train=lambda: loader(directory, num_workers=num_workers),
+        validation=lambda: loader(directory, num_workers=num_workers),
         limit_val_batches=2,
     )
 
@@ -84,15 +99,17 @@ WAYS: dict[str, Callable[[str], DataLoader[Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_other_loaders_go_on(data: str, way: str) -> None:
+def test_other_loaders_go_on(data: str, short_data: str, way: str) -> None:
     """So does a data set under any loader, and one that another data set reads."""
-    assert_goes_on(LATER_EPOCH, train=lambda: WAYS[way](data))
+    has_workers = way != "passed on by another data set"
+    cut, directory = (LATER_EPOCH, data) if has_workers else (LATER_SHORT_EPOCH, short_data)
+    assert_goes_on(cut, train=lambda: WAYS[way](directory))
 
 
-def test_a_state_at_the_end_of_an_epoch(data: str) -> None:
+def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
     """Killed before the first batch of the third epoch, the run goes on with that epoch's order."""
-    cut = Cut(kill=16, every=8, goes_on_at=(2, 0))
-    assert_goes_on(cut, train=lambda: loader(data), validation=lambda: loader(data), max_epochs=3)
+    cut = Cut(kill=10, every=5, goes_on_at=(2, 0))
+    assert_goes_on(cut, train=lambda: loader(short_data), validation=lambda: loader(short_data), max_epochs=3)
 
 
 @pytest.mark.slow

@@ -67,18 +67,24 @@ def logged_step(trainer: Trainer) -> int:
 def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
     """Return what a ModelCheckpoint keeps of its last save and does not put into its own state."""
     checked = callback._last_time_checked
-    return {
+    state = {
         "current_score": callback.current_score,
         "seconds": None if checked is None else time.monotonic() - checked,
         "attributes": {name: getattr(callback, name) for name in _ATTRIBUTES},
     }
+    if type(callback).state_dict is not ModelCheckpoint.state_dict:
+        state["own"] = _own_state(callback)  # a subclass may give anything instead of it
+    return state
+
+
+def _own_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    own = ModelCheckpoint.state_dict(callback)
+    return {**own, "best_k_models": dict(own["best_k_models"])}
 
 
 def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
     """Return the same and its own state, from which its `hook`, called again, does again what it is about to do."""
-    own = callback.state_dict()
-    own["best_k_models"] = dict(own["best_k_models"])
-    state = {**model_checkpoint_state(callback), "own": own}
+    state = {**model_checkpoint_state(callback), "own": _own_state(callback)}
     if hook == "on_train_batch_end" and callback._train_time_interval is not None:
         state["seconds"] = callback._train_time_interval.total_seconds()  # it was due, and is due again
     return state
@@ -97,7 +103,7 @@ def saved_last_at(callback: ModelCheckpoint) -> int:
 def load_model_checkpoint(callback: ModelCheckpoint, state: Mapping[str, Any]) -> None:
     """Put back what `model_checkpoint_state` or `model_checkpoint_state_to_save_again` gave."""
     for name, value in state.get("own", {}).items():
-        if name != "dirpath":
+        if name not in ("dirpath", "monitor"):  # the script's
             setattr(callback, name, value)
     callback.current_score = state["current_score"]
     callback._last_time_checked = None if state["seconds"] is None else time.monotonic() - state["seconds"]
