@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing.traces import Event, Trace, before, compare, read_trace
 from lightning_faulttolerant.trainer.recorder import Recorder, record_end
+from tests.data_sets import NoisyDataset
 from tests.rank_runs import RankNet, shuffled
-from tests.runs import NoisyDataset, fit_net
+from tests.runs import fit_net
 
 NUM_RANKS = 2
 

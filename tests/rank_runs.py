@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, NoisyDataset, fit_net
+from tests.data_sets import NoisyDataset
+from tests.runs import Cut, Net, fit_net
 
 # Advice of Lightning's: these laws are about values that differ from rank to rank.
 for_ranks = [

@@ -7,7 +7,8 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.runs import NoisyDataset, fit_net
+from tests.data_sets import NoisyDataset
+from tests.runs import fit_net
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

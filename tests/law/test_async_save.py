@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import autosaves, protected, tell, told
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, fit_eight
+from tests.runs import Net, fit_eight
 
 BEHIND = {"async_save": True}
 ALWAYS = {**BEHIND, "every_n_train_steps": 1}

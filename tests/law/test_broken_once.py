@@ -23,10 +23,11 @@ from torchmetrics.aggregation import RunningMean
 from torchmetrics.wrappers import MinMaxMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.law.test_faults import ALWAYS, EVERY_STEP, RaiseIn
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import Script, run
-from tests.runs import Net, NoisyDataset, fit_eight, fit_net, make_trainer
+from tests.runs import Net, fit_eight, fit_net, make_trainer
 
 
 def loader(**arguments: Any) -> DataLoader[Any]:

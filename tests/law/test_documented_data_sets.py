@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import Cut, Net, NoisyDataset, assert_goes_on, each_cut, each_num_workers, make_trainer
+from tests.data_sets import NoisyDataset
+from tests.runs import Cut, Net, assert_goes_on, each_cut, each_num_workers, make_trainer
 
 # ruff: noqa: UP037 - from here on the page's own code
 # fmt: off

@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import HoldingDataset, fit_net
+from tests.data_sets import HoldingDataset
+from tests.runs import fit_net
 
 NUM_BATCHES = 6
 

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.processes import Script
-from tests.runs import Net, NoisyDataset, fit_eight, fit_net
+from tests.runs import Net, fit_eight, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}

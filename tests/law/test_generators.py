@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
+from tests.data_sets import (
+    HoldingDataset,
+    LazyDataset,
+    NoisyCollate,
+    NoisyDataset,
+    PythonShuffle,
+    TransformedDataset,
+    closed_over_collate,
+)
 from tests.runs import (
     FIRST_EPOCH,
     LATER_EPOCH,
     LATER_SHORT_EPOCH,
     Cut,
-    HoldingDataset,
-    LazyDataset,
     Net,
-    NoisyCollate,
-    NoisyDataset,
-    PythonShuffle,
-    TransformedDataset,
     assert_goes_on,
-    closed_over_collate,
     each_cut,
     each_num_workers,
     each_short_cut,

@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.gpus import needs_gpu
 from tests.law.test_async_save import KillWhenWritten
 from tests.processes import run
@@ -30,7 +31,6 @@ from tests.runs import (
     LATER_EPOCH,
     Cut,
     Net,
-    NoisyDataset,
     RaiseAt,
     assert_exact,
     assert_goes_on,

@@ -7,7 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import InterruptibleDistributedGroupedBatchSampler
-from tests.runs import Cut, NoisyDataset, assert_goes_on, each_cut
+from tests.data_sets import NoisyDataset
+from tests.runs import Cut, assert_goes_on, each_cut
 
 GROUPS = [i % 4 for i in range(32)]
 

@@ -24,10 +24,11 @@ from lightning_faulttolerant.trainer import history as history_module
 from lightning_faulttolerant.trainer.history_file import LocalHistory
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.run import RUN_ID_VARIABLE
+from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import protected
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, RaiseAt, eight_batches, fit_net, make_trainer
+from tests.runs import Net, RaiseAt, eight_batches, fit_net, make_trainer
 
 pytestmark = for_ranks
 

@@ -14,12 +14,13 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset, Unsized
 from tests.hook_saves import SavingCheckpoint, assert_goes_on_from, saver, saving_module
 from tests.law.test_iterable import Stream
 from tests.law.test_model import TwoValidations
 from tests.law.test_which_run import autosaves, protected, tell, told, weights
 from tests.processes import run
-from tests.runs import Fetches, Net, NoisyDataset, TwoLoaders, Unsized, eight_batches, fit_net
+from tests.runs import Fetches, Net, TwoLoaders, eight_batches, fit_net
 
 # Hook and the call of it in which is saved; an epoch has 5 batches and 2 validation batches.
 CALLS = [

@@ -18,7 +18,8 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import Cut, NoisyCollate, assert_goes_on, each_cut, each_num_workers, fit_net
+from tests.data_sets import NoisyCollate
+from tests.runs import Cut, assert_goes_on, each_cut, each_num_workers, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 

@@ -10,9 +10,10 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset, UnpackingLoader
 from tests.law.test_which_run import protected
 from tests.processes import run
-from tests.runs import NoisyDataset, UnpackingLoader, fit_net
+from tests.runs import fit_net
 
 
 class LooksAtTheData(Callback):

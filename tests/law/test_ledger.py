@@ -17,20 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.records.ledger import FAULT_VARIABLE, path_of_rank
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset, Unsized
 from tests.ledgers import compared, joined, read_ledger
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
-from tests.runs import (
-    Cut,
-    Fetches,
-    Net,
-    NoisyDataset,
-    TwoLoaders,
-    Unsized,
-    each_cut,
-    each_num_workers,
-    eight_batches,
-    fit_net,
-)
+from tests.runs import Cut, Fetches, Net, TwoLoaders, each_cut, each_num_workers, eight_batches, fit_net
 from tests.sharded import ShardedNet, fsdp2
 
 

@@ -22,11 +22,12 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.groups import run_group
 from tests.kills import files_below
 from tests.processes import Ended, run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset
+from tests.runs import Net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),

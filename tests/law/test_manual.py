@@ -19,7 +19,8 @@ from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.trainer.environment import VARIABLE
-from tests.runs import HoldingDataset, Net, NoisyDataset, each_cut, fit_net
+from tests.data_sets import HoldingDataset, NoisyDataset
+from tests.runs import Net, each_cut, fit_net
 
 
 class StatefulSampler(Sampler[int]):

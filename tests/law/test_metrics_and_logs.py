@@ -25,9 +25,10 @@ from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker,
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.processes import run
-from tests.runs import Net, NoisyDataset, RaiseAt, assert_exact, eight_batches, fit_net
+from tests.runs import Net, RaiseAt, assert_exact, eight_batches, fit_net
 
 EVERY_STEP = {"every_n_train_steps": 1}
 ALWAYS = {"overhead_budget": 1.0}

@@ -14,9 +14,10 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
 from lightning_faulttolerant.trainer.capture import PARTS
+from tests.data_sets import NoisyDataset
 from tests.law.test_generators import HoldingNet
 from tests.law.test_model import BufferNet, FreezingNet, MetricNet, StopsAt
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, fit_net
 
 
 class LogsItsMetric(Callback):

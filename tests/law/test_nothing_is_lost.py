@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.processes import Ended, run
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, fit_net
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The dirpath has changed from:UserWarning",

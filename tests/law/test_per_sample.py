@@ -18,25 +18,19 @@ from torch.utils.data import DataLoader, Subset
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.testing import Interruption, KillAt, NotTheSame, assert_resumes_exactly
-from tests.runs import (
-    FIRST_EPOCH,
-    LATER_EPOCH,
+from tests.data_sets import (
     BatchesDataset,
-    Cut,
     DrawingSampler,
     HoldingDataset,
     LazyDataset,
     ManyAtOnceDataset,
-    Net,
     NoisyCollate,
     NoisyDataset,
     PythonShuffle,
     Squares,
-    TwoLoaders,
     Unsized,
-    fit_eight,
-    fit_net,
 )
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, TwoLoaders, fit_eight, fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 

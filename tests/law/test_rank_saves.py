@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import NotTheSame
 from lightning_faulttolerant.trainer import resume
+from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver, saving_module
 from tests.law import elastic_runs
 from tests.law.test_ranks import of_first_rank
 from tests.rank_runs import RankNet, for_ranks, shuffled
-from tests.runs import NoisyDataset
 from tests.sharded import ShardedNet, fsdp2
 
 pytestmark = for_ranks

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.rank_runs import SECONDS, for_ranks, rank_fit
-from tests.runs import NoisyDataset
 
 pytestmark = for_ranks
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from tests.data_sets import CountingSampler, NoisyDataset
 from tests.processes import run
-from tests.runs import CountingSampler, NoisyDataset, fit_net
+from tests.runs import fit_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 

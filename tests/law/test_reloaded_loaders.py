@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.runs import Net, NoisyDataset, each_num_workers, make_trainer
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, each_num_workers, make_trainer
 
 
 class Anew(Net):

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.runs import NoisyDataset, each_num_workers, fit_net
+from tests.data_sets import NoisyDataset
+from tests.runs import each_num_workers, fit_net
 
 
 @each_num_workers

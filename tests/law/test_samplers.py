@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_faulttolerant import InterruptibleDistributedSampler, InterruptibleSampler, ResumableDataLoader
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
 from tests.law import elastic_runs
 from tests.law.elastic_runs import Leg, Plan, Rows, consumed
 from tests.rank_runs import for_ranks
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, NoisyDataset, assert_exact, assert_goes_on, each_cut, fit_net
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_exact, assert_goes_on, each_cut, fit_net
 
 pytestmark = for_ranks
 

@@ -9,10 +9,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, NotTheSame
+from tests.data_sets import NoisyDataset
 from tests.hook_saves import assert_goes_on_from, saver
 from tests.law import elastic_runs
 from tests.rank_runs import assert_ranks_go_on, assert_ranks_resume, for_ranks, rank_fit, shuffled
-from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, NoisyDataset
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut
 from tests.sharded import (
     Fsdp1OnCpu,
     PartlyShardedNet,

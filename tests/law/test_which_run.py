@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.data_sets import NoisyDataset
 from tests.processes import Script, run
-from tests.runs import Net, NoisyDataset, fit_net
+from tests.runs import Net, fit_net
 
 
 def weights(trainer: Any) -> str:

@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import AtomicCheckpointIO, DamagedCheckpointError, FaultTolerance, UnsafeCheckpointError
 from lightning_faulttolerant.checkpoint.verify import load_file, verify_file
 from lightning_faulttolerant.trainer.files import compat
-from tests.runs import Net, NoisyDataset, fit_net, make_trainer
+from tests.data_sets import NoisyDataset
+from tests.runs import Net, fit_net, make_trainer
 
 CHECKPOINT = {"state_dict": {"weight": torch.arange(3.0)}, "epoch": 1}
 

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.records.ledger import Fit, read_ledger
 from lightning_faulttolerant.trainer.ledger.digests import digest
-from tests.runs import Fetches, Net, NoisyDataset, Squares, TwoLoaders, Unsized, fit_net
+from tests.data_sets import NoisyDataset, Squares, Unsized
+from tests.runs import Fetches, Net, TwoLoaders, fit_net
 
 
 class Rows(Dataset[Tensor]):

@@ -23,9 +23,10 @@ from lightning_faulttolerant.trainer.environment import VARIABLE
 from lightning_faulttolerant.trainer.ledger import opened
 from lightning_faulttolerant.trainer.ledger.digests import digest
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
+from tests.data_sets import NoisyDataset
 from tests.processes import run
 from tests.rank_runs import for_ranks
-from tests.runs import Net, NoisyDataset, eight_batches, fit_net, make_trainer
+from tests.runs import Net, eight_batches, fit_net, make_trainer
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.trainer.ranks import watch
+from tests.data_sets import NoisyDataset
 from tests.rank_runs import for_ranks, rank_fit
-from tests.runs import NoisyDataset
 from tests.stopped_ranks import RankEnded, RankProcesses
 
 BOUND = 2.0
