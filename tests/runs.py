@@ -16,66 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import Interruption, assert_resumes_exactly
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import (
-    BatchesDataset as BatchesDataset,
-)
-from tests.data_sets import (
-    Compose as Compose,
-)
-from tests.data_sets import (
-    CountingSampler as CountingSampler,
-)
-from tests.data_sets import (
-    DrawingSampler as DrawingSampler,
-)
-from tests.data_sets import (
-    HoldingDataset as HoldingDataset,
-)
-from tests.data_sets import (
-    Jitter as Jitter,
-)
-from tests.data_sets import (
-    LazyDataset as LazyDataset,
-)
-from tests.data_sets import (
-    ManyAtOnceDataset as ManyAtOnceDataset,
-)
-from tests.data_sets import (
-    MappingLoader as MappingLoader,
-)
-from tests.data_sets import (
-    NoisyCollate as NoisyCollate,
-)
-from tests.data_sets import (
-    NoisyDataset as NoisyDataset,
-)
-from tests.data_sets import (
-    PythonShuffle as PythonShuffle,
-)
-from tests.data_sets import (
-    RaggedBatches as RaggedBatches,
-)
-from tests.data_sets import (
-    Squares as Squares,
-)
-from tests.data_sets import (
-    TransformedDataset as TransformedDataset,
-)
-from tests.data_sets import (
-    UnpackingLoader as UnpackingLoader,
-)
-from tests.data_sets import (
-    Unsized as Unsized,
-)
-from tests.data_sets import (
-    UnsizedSampler as UnsizedSampler,
-)
-from tests.data_sets import (
-    closed_over_collate as closed_over_collate,
-)
-from tests.data_sets import (
-    drawing_worker_init as drawing_worker_init,
-)
+from tests.data_sets import NoisyDataset
 
 
 class Net(LightningModule):

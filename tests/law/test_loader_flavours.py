@@ -11,19 +11,10 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import HoldingDataset, NoisyDataset
 from tests.law.test_iterable import Stream
 from tests.law.test_loaders import SHORT_CUTS
-from tests.runs import (
-    Cut,
-    HoldingDataset,
-    Net,
-    NoisyDataset,
-    assert_goes_on,
-    each_cut,
-    each_num_workers,
-    eight_batches,
-    make_trainer,
-)
+from tests.runs import Cut, Net, assert_goes_on, each_cut, each_num_workers, eight_batches, make_trainer
 
 # Lightning's own advice about what these runs do on purpose.
 pytestmark = [
@@ -44,6 +35,12 @@ def cut_at(epoch: int, batch: int, num_workers: int) -> Cut:
     """Return a cut at the start of a batch, saved just before; a negative batch counts from the epoch's end."""
     batch %= num_batches(num_workers)
     return Cut(kill=epoch * num_batches(num_workers) + batch, every=1, goes_on_at=(epoch, batch))
+
+
+EARLY = pytest.param(0, 3, id="early")
+MIDDLE = pytest.param(1, -3, id="middle")
+LAST = pytest.param(1, -1, id="last", marks=pytest.mark.slow)
+FIRST = pytest.param(2, 0, id="first")
 
 
 class Grows(LightningDataModule):
@@ -123,7 +120,7 @@ def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
 
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize(("epoch", "batch"), [(1, -3), pytest.param(1, -1, marks=pytest.mark.slow), (2, 0)])
+@pytest.mark.parametrize(("epoch", "batch"), [MIDDLE, LAST, FIRST])
 def test_loaders_asked_for_anew(epoch: int, batch: int, every: int, num_workers: int) -> None:
     """With ``reload_dataloaders_every_n_epochs`` they are asked for in the same epochs."""
     cut = cut_at(epoch, batch, num_workers)
@@ -164,7 +161,7 @@ LIMITS: dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]] = {
 
 
 @each_num_workers
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), pytest.param(1, -1, marks=pytest.mark.slow), (2, 0)])
+@pytest.mark.parametrize(("epoch", "batch"), [EARLY, LAST, FIRST])
 @pytest.mark.parametrize("name", LIMITS)
 def test_limited_training_batches(name: str, epoch: int, batch: int, num_workers: int) -> None:
     """The last batch of an epoch ends it, and the next epochs have all their batches."""
@@ -185,7 +182,7 @@ def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) ->
 
 @each_num_workers
 @pytest.mark.parametrize("kind", [int, float])
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), pytest.param(1, -1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("epoch", "batch"), [EARLY, LAST])
 def test_overfit_batches(epoch: int, batch: int, kind: type[float], num_workers: int) -> None:
     """The same batches in every epoch, unshuffled, each with its own noise."""
     cut = cut_at(epoch, batch, num_workers)

@@ -12,12 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, RandomSampler, WeightedRandomSampler, random_split
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from tests.runs import (
-    FIRST_EPOCH,
-    LATER_EPOCH,
-    LATER_SHORT_EPOCH,
+from tests.data_sets import (
     BatchesDataset,
-    Cut,
     DrawingSampler,
     ManyAtOnceDataset,
     MappingLoader,
@@ -26,8 +22,14 @@ from tests.runs import (
     PythonShuffle,
     RaggedBatches,
     UnpackingLoader,
-    assert_goes_on,
     drawing_worker_init,
+)
+from tests.runs import (
+    FIRST_EPOCH,
+    LATER_EPOCH,
+    LATER_SHORT_EPOCH,
+    Cut,
+    assert_goes_on,
     each_cut,
     each_num_workers,
     each_short_cut,

@@ -9,21 +9,9 @@ import pytest
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
+from tests.data_sets import DrawingSampler, HoldingDataset, NoisyDataset, Unsized
 from tests.law.test_loaders import assert_loader_goes_on
-from tests.runs import (
-    Cut,
-    DrawingSampler,
-    Fetches,
-    HoldingDataset,
-    Net,
-    NoisyDataset,
-    TwoLoaders,
-    Unsized,
-    assert_goes_on,
-    each_cut,
-    each_num_workers,
-    each_short_cut,
-)
+from tests.runs import Cut, Fetches, Net, TwoLoaders, assert_goes_on, each_cut, each_num_workers, each_short_cut
 
 # The long one has 8 batches, the short one 3: it is in its second and third cycle at the cuts.
 
