@@ -65,12 +65,13 @@ def fit_net(
     ckpt_path: Any = None,
     **arguments: Any,
 ) -> Trainer:
-    """Fit `Net` on shuffled noisy data, 5 batches an epoch, or what is given; a `module` gets a data module."""
+    """Fit `Net` on shuffled noisy data, 5 batches an epoch, or what is given; a `module` gets it from a data module."""
     trainer = make_trainer(callbacks, directory, **arguments)
     train = DataLoader(NoisyDataset(20), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
-    if module is None:
-        trainer.fit(Net(), train, validation, ckpt_path=ckpt_path)
+    # Lightning warns if both a module and a data module could move the batches.
+    if module is None or type(module).on_after_batch_transfer is not LightningModule.on_after_batch_transfer:
+        trainer.fit(Net() if module is None else module, train, validation, ckpt_path=ckpt_path)
     else:
         trainer.fit(module, datamodule=bare_data_module(train, validation), ckpt_path=ckpt_path)
     return trainer
