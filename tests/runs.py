@@ -69,12 +69,17 @@ def fit_net(
     trainer = make_trainer(callbacks, directory, **arguments)
     train = DataLoader(NoisyDataset(20), batch_size=4, shuffle=True) if train is None else train
     validation = DataLoader(NoisyDataset(8), batch_size=4) if validation is None else validation
-    # Lightning warns if both a module and a data module could move the batches.
-    if module is None or type(module).on_after_batch_transfer is not LightningModule.on_after_batch_transfer:
+    if module is None or _changes_batches(type(module)):
         trainer.fit(Net() if module is None else module, train, validation, ckpt_path=ckpt_path)
     else:
         trainer.fit(module, datamodule=bare_data_module(train, validation), ckpt_path=ckpt_path)
     return trainer
+
+
+def _changes_batches(module: type[LightningModule]) -> bool:
+    """Return whether it has a hook that a data module could have too: Lightning warns of both."""
+    hooks = ("on_before_batch_transfer", "on_after_batch_transfer")
+    return any(getattr(module, hook) is not getattr(LightningModule, hook) for hook in hooks)
 
 
 def bare_data_module(train: Any, validation: Any) -> LightningDataModule:
