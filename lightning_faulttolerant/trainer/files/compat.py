@@ -73,18 +73,19 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
         "attributes": {name: getattr(callback, name) for name in _ATTRIBUTES},
     }
     if type(callback).state_dict is not ModelCheckpoint.state_dict:
-        state["own"] = _own_state(callback)  # a subclass may give anything instead of it
+        state["own"] = own_state(callback)  # a subclass may give anything instead of it
     return state
 
 
-def _own_state(callback: ModelCheckpoint) -> dict[str, Any]:
+def own_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return what Lightning's class puts into a ModelCheckpoint's state, whatever a subclass does."""
     own = ModelCheckpoint.state_dict(callback)
     return {**own, "best_k_models": dict(own["best_k_models"])}
 
 
 def model_checkpoint_state_to_save_again(callback: ModelCheckpoint, hook: str) -> dict[str, Any]:
     """Return the same and its own state, from which its `hook`, called again, does again what it is about to do."""
-    state = {**model_checkpoint_state(callback), "own": _own_state(callback)}
+    state = {**model_checkpoint_state(callback), "own": own_state(callback)}
     if hook == "on_train_batch_end" and callback._train_time_interval is not None:
         state["seconds"] = callback._train_time_interval.total_seconds()  # it was due, and is due again
     return state
