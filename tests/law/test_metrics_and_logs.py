@@ -182,6 +182,7 @@ def fit_every_metric(callbacks: list[Callback], directory: Path, **arguments: An
     )
 
 
+@pytest.mark.takes_long("four runs of a module with 59 metrics, each logged in each way")
 @pytest.mark.parametrize("kill", [*(pytest.param(kill, marks=pytest.mark.slow) for kill in (2, 4)), 8])
 def test_every_metric(kill: int) -> None:
     """Every kind of metric, logged in every way, is what it would have been, step by step and at the end."""
