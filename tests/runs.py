@@ -92,6 +92,9 @@ def bare_data_module(train: Any, validation: Any) -> LightningDataModule:
         def val_dataloader(self) -> Any:
             return validation
 
+        def __reduce__(self) -> Any:  # for ranks that are spawned: a class in a function does not pickle
+            return bare_data_module, (train, validation)
+
     return Bare()
 
 
