@@ -29,7 +29,9 @@ from benchmarks.ranks import in_ranks
 from benchmarks.runs import (
     AugmentedImages,
     BareRandomDataset,
+    ChangingModel,
     ConvNet,
+    GrowingDataset,
     MetricsModel,
     OwnSampler,
     StatefulStream,
@@ -81,6 +83,13 @@ CASES = {
     "plain, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05),
     "shuffled": Case(model=TimedModel, num_workers=0, target=1.05, shuffle=True),
     "shuffled, 2 workers": Case(model=TimedModel, num_workers=2, target=1.05, shuffle=True),
+    "ten attributes that change": Case(model=ChangingModel, num_workers=0, target=1.05),
+    "growing data set": Case(
+        model=TimedModel, num_workers=0, target=1.05, shuffle=True, dataset=partial(GrowingDataset, 32)
+    ),
+    "growing data set, 2 workers": Case(
+        model=TimedModel, num_workers=2, target=1.05, shuffle=True, dataset=partial(GrowingDataset, 32)
+    ),
     "metrics": Case(model=MetricsModel, num_workers=0, target=1.05),
     "metrics, 2 workers": Case(model=MetricsModel, num_workers=2, target=1.05),
     "conv net, 2 workers": Case(

@@ -7,12 +7,14 @@ import os
 import platform
 import time
 import warnings
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -51,6 +53,34 @@ class MetricsModel(TimedModel):
         self.log("mean", self.mean, on_step=True, on_epoch=True)
         self.log("error", self.error, on_step=True, on_epoch=True)
         return {"loss": loss}
+
+
+class ChangingModel(TimedModel):
+    """Changes ten attributes of its own at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps, self.average, self.name = 0, 0.0, "0"
+        self.last: list[float] = []
+        self.recent: deque[int] = deque(maxlen=16)
+        self.counts: Counter[int] = Counter()
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.pair = (0, 0.0)
+        self.array, self.tensor = np.zeros(8), torch.zeros(8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.num_steps += 1
+        self.average = 0.9 * self.average + 0.1 * batch_idx
+        self.name = str(batch_idx)
+        self.last = [self.average, *self.last[:7]]
+        self.recent.append(batch_idx)
+        self.counts[batch_idx % 4] += 1
+        self.sums["all"] += self.average
+        self.pair = (batch_idx, self.average)
+        self.array += 1
+        self.tensor += 1
+        return result
 
 
 class ConvNet(LightningModule):
@@ -100,6 +130,26 @@ class BareRandomDataset(RandomDataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.data[index % len(self.data)]
+
+
+class GrowingDataset(BareRandomDataset):
+    """Holds 10,000 small objects, and fills a cache."""
+
+    def __init__(self, size: int, length: int) -> None:
+        super().__init__(size, length)
+        self.annotations = [Annotation(number) for number in range(10_000)]
+        self.cache: dict[int, list[float]] = {}
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.cache[index] = [float(index)]
+        return super().__getitem__(index)
+
+
+class Annotation:
+    """What is known of one sample."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.boxes = number, [{"left": number, "labels": ["a", "b"]}]
 
 
 class OwnSampler(Sampler[int]):

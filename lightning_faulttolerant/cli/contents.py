@@ -44,6 +44,7 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
     return {
         **{name: plain(part.get(name)) for name in _SHOWN},
         "ranks": [_rank(summary, state) for state in ranks] if isinstance(ranks, list) else [],
+        "lost": _lost(ranks) if isinstance(ranks, list) else {},
         "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},
         "others": {
             str(plain(name)): _size(summary, value)["num_bytes"]
@@ -51,6 +52,12 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
             if name not in _SHOWN + _SIZED
         },
     }
+
+
+def _lost(ranks: list[Any]) -> dict[str, str]:
+    """Return what training had changed and the checkpoint can't carry, each with the reason."""
+    found = (mapping(state, *where, "objects", "lost") for state in ranks for where in ((), ("own",)))
+    return {str(plain(path)): str(plain(reason)) for lost in found for path, reason in lost.items()}
 
 
 def _rank(summary: Summary, state: Any) -> dict[str, int]:

@@ -92,6 +92,8 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
     yield _line("layout version", part["version"])
     for reason in _items(part["inexact"]):
         yield _line("not exact", reason)
+    for path, reason in part["lost"].items():
+        yield _line("without", f"{path}: {reason}")
     for hook in _items(part["behind"]):
         yield _line("hooks to come", hook)
     for name, num_bytes in part["opaque"].items():

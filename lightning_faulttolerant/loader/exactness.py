@@ -11,6 +11,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.loader.web_dataset import why_drawn_by_the_clock
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def why_not_exact(loader: object) -> str | None:
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
-    if (reason := why_foreign_not_followed(loader)) is not None:
+    if (reason := why_foreign_not_followed(loader) or why_drawn_by_the_clock(loader.dataset)) is not None:
         return reason
     if keeps_own_position(loader):
         reason = why_not_followed(loader)

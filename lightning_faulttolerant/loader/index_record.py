@@ -22,6 +22,8 @@ class Moment:
     held: Mapping[str, bytes]
     sampler_epochs: list[Any]
     """Of each sampler that is told its epoch: which it is; of one of ours all that it keeps of its place."""
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    """What had changed on the objects of the sampler, or of the workers that were made."""
 
     def states(self) -> dict[str, bytes]:
         """Return all states by name."""
@@ -41,7 +43,8 @@ class Moment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moment as plain dicts."""
-        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs)}
+        more = {"objects": dict(self.objects)} if self.objects else {}
+        return {"rng": dict(self.rng), "held": dict(self.held), "sampler_epochs": list(self.sampler_epochs), **more}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +88,11 @@ class IndexPlan:
     num_samples: int = 0
     order: GlobalOrder | None = None
     deal: Deal | None = None
+
+    @property
+    def objects(self) -> list[Mapping[str, Any]]:
+        """What had changed on the loader's objects at each of its moments."""
+        return [moment.objects for moment in (self.birth, self.start, self.first) if moment is not None]
 
 
 def plan_from_state(

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
@@ -18,8 +19,10 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.dealt import GlobalOrder, Share, order_of, share_of
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.index_iterator import IndexIterator
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
 from lightning_faulttolerant.loader.indices import pack_indices
+from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.skipping import rest_of
@@ -42,6 +45,7 @@ class IndexSide:
         seeds: Where samples are seeded one by one: what their seeds follow from.
         is_batched: Whether an index batch holds the indices of several samples.
         streamed: What says how the samples of a streaming data set come to ranks.
+        objects: What iterating changes on the loader's objects.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class IndexSide:
         seeds: SampleSeeds | None = None,
         is_batched: bool = True,
         streamed: StreamedEpochs | None = None,
+        objects: LoaderObjects | None = None,
     ) -> None:
+        self._objects = objects
         self.seeds = seeds
         self.streamed = streamed
         self.is_batched = is_batched
@@ -73,7 +79,7 @@ class IndexSide:
         self._birth: Moment | None = None
         self._is_aside = False
         self._is_begun = self._is_first_due = False
-        self._iterator: _IndexIterator | None = None
+        self._iterator: IndexIterator | None = None
         self.record = IndexRecord()
         self.not_exact: list[str] = []
         self.strict = True
@@ -117,7 +123,7 @@ class IndexSide:
 
         So the order doesn't depend on when torch draws, which differs with the number of workers.
         """
-        self._iterator = _IndexIterator(self, None)
+        self._iterator = IndexIterator(self, None)
         self._iterator.open()
         if self.record.handed_out == 0:
             self._iterator.draw_ahead()
@@ -144,14 +150,14 @@ class IndexSide:
         # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
         now = self._start_moment() if self._plan is None else self.moment()
         if self._birth is None and self._has_workers:
-            self._birth = self.moment()
+            self._birth = replace(self.moment(), objects=self._objects.of_workers() if self._objects else {})
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
                 self._go_back_to(self._birth)
         self.record.birth = self._birth
         if self._plan is None or self.record.start is None:
             self.record.start = now
-        self._iterator = _IndexIterator(self, self._started())
+        self._iterator = IndexIterator(self, self._started())
         return self._iterator
 
     def _started(self) -> Iterator[Any]:
@@ -179,12 +185,13 @@ class IndexSide:
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
 
     def _start_moment(self) -> Moment:
-        """Return those random states of this instant that the sampler may draw from when it is started."""
+        """Return those states of this instant that the sampler may draw from when it is started."""
+        objects = self._objects.of_start() if self._objects is not None else {}
         if self.may_draw:
-            return self.moment()
+            return replace(self.moment(), objects=objects)
         # torch's own samplers draw from torch's generator or from one that they were given.
         held = self._held.state_dict(of=generators_of(self._sampler))
-        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs())
+        return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
 
     def _epochs(self) -> list[Any]:
         return epochs_of(self._samplers_with_epoch())
@@ -342,8 +349,10 @@ class IndexSide:
         return missing
 
     def _go_back_to(self, moment: Moment) -> None:
-        """Put the random states back to those of a process that is gone, all of them."""
+        """Put the states back to those of a process that is gone, all of them."""
         missing = self.restore(moment)
+        if self._objects is not None:
+            missing += self._objects.load(moment.objects)
         if missing:
             reason = f"The order of samples is begun again: {lacks_generators(missing)}"
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
@@ -351,46 +360,6 @@ class IndexSide:
     def _samplers_with_epoch(self) -> list[Any]:
         chain = (self._sampler, getattr(self._sampler, "sampler", None))
         return [s for s in chain if callable(getattr(s, "set_epoch", None))]
-
-
-class _IndexIterator(Iterator[Any]):
-    """Passes on what the sampler gives, and counts."""
-
-    def __init__(self, side: IndexSide, indices: Iterator[Any] | None) -> None:
-        self._side = side
-        self._record = side.record
-        self._indices = indices
-        self._is_open = False
-        self._ahead: deque[Any] = deque()
-
-    def open(self) -> None:
-        """Bring the sampler to its position, once."""
-        if not self._is_open:
-            self._is_open = True
-            self._indices = self._side.open(self._indices)
-
-    def draw_ahead(self) -> None:
-        """Draw the next batch now, if there is one; it is handed out when it is asked for."""
-        with contextlib.suppress(StopIteration):
-            self._ahead.append(self._draw())
-
-    def _draw(self) -> Any:
-        assert self._indices is not None
-        return self._side.draw(self._indices)
-
-    def __next__(self) -> Any:
-        if not self._is_open:
-            self.open()
-        record, seeds = self._record, self._side.seeds
-        batch = self._ahead.popleft() if self._ahead else self._draw()
-        record.handed_out += 1
-        record.recent.append(batch)
-        if seeds is None:
-            return batch
-        step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin
-        place = begin + record.num_samples * step + self._side.global_rank
-        record.num_samples += len(batch) if self._side.is_batched else 1
-        return seeds.of(batch, epoch=record.epoch, place=place, step=step)
 
 
 def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -3,12 +3,11 @@
 Where the iterator or the data set has a state of its own, that is used; elsewhere the iteration is begun again from
 the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
 
-A data set that keeps a state of its own from one iteration to the next, and can't say it, is refused: the last sample
-that is drawn again is another one, or, where none is drawn again (between two iterations, and before the first sample),
-an attribute has another value behind the first sample than it had in the iteration before. The latter sees whole
-numbers and short texts only, of the data set and of the data sets and samplers that it holds, and only from the second
-iteration of a process on. A state that is kept otherwise (in a file, a global, samples left over), or that one
-iteration alone has left, goes unnoticed there: this is outside, as all that is kept in plain attributes.
+What its objects were when the iteration was begun is restored first. A data set that keeps a state elsewhere is
+refused: the last sample that is drawn again is another one, or, where none is drawn again (between two iterations of a
+worker, and before the first sample), an attribute has another value after the first sample than it had in the iteration
+before. The latter sees whole numbers and short texts only, of the data set and of the data sets and samplers that it
+holds, and only from the second iteration of a process on.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -28,6 +27,7 @@ from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
 from lightning_faulttolerant.loader.index_record import Moment, moments_state
+from lightning_faulttolerant.loader.objects import DatasetObjects
 from lightning_faulttolerant.loader.plain_state import has_state
 from lightning_faulttolerant.loader.remembered import Values, changed, differences, plain_values
 from lightning_faulttolerant.loader.sample_digest import sample_digest
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _REPLAY, _ITERATOR, _DATASET = "replay", "iterator", "dataset"
 _KEPT_POSITIONS = 4  # the trainer is at most one batch behind what was fetched
 _OWN = frozenset({"user_dataset", "strict", "not_exact", "_held", "_plan", "_is_begun", "_in_worker", "_drawing",
-                  "_way", "_fresh", "_expected", "record", "on_begin", "on_end"})  # fmt: skip
+                  "_way", "_fresh", "_objects", "_expected", "_owed", "record", "on_begin", "on_end"})  # fmt: skip
 
 Position = dict[str, Any]
 
@@ -50,7 +50,8 @@ class IterableRecord:
 
     ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
     by the number of batches fetched. ``remembered`` is what its data set kept in attributes behind its first sample; as
-    long as there is none, behind that of the iteration before.
+    long as there is none, behind that of the iteration before. ``objects`` is what had changed on its data set's
+    objects when it was begun, or when it ended.
     """
 
     way: str = _REPLAY
@@ -66,6 +67,7 @@ class IterableRecord:
     digest: int | None = None
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
+    objects: Mapping[str, Any] | None = None
     positions: deque[tuple[int, Position]] = field(default_factory=lambda: deque(maxlen=_KEPT_POSITIONS))
 
     def position(self) -> Position:
@@ -77,6 +79,7 @@ class IterableRecord:
             "samples": self.num_samples,
             "digest": self.digest,
             "ended": self.has_ended,
+            "objects": self.objects if self.has_ended or not self.num_samples else None,
             "remembered": None if self.remembered is None else dict(self.remembered),
             "state": None if self.source is None else pickle.loads(pickle.dumps(self.source.state_dict())),
         }
@@ -108,12 +111,14 @@ class IterableSide(IterableDataset[Any]):
         self.strict = True
         self.not_exact: list[str] = []
         self._held = HeldGenerators({"dataset": dataset})
+        self._objects = DatasetObjects(dataset)
         self._plan: Position | None = None
         self._is_begun = self._in_worker = False
         self._drawing: IterableRecord | None = None
         self._way: str | None = None
-        self._fresh: Values | None = None
+        self._fresh: Values = plain_values(dataset)
         self._expected: Values | None = None
+        self._owed: list[dict[str, Any]] = []
         self.record = IterableRecord()
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[IterableRecord], None] = lambda record: None
@@ -154,12 +159,13 @@ class IterableSide(IterableDataset[Any]):
             return _Samples(self, iter(self.user_dataset), None)
         if self._in_worker:
             self.record = IterableRecord(remembered=self.record.remembered)
-        if self._fresh is None:
-            self._fresh = plain_values(self.user_dataset)
         plan, self._plan, self._is_begun = self._plan, None, False
         if plan is not None:
             self.record.remembered = plan["remembered"]
-            self._expected = None if plan["samples"] or plan["way"] == _DATASET else plan["remembered"]
+            is_known = bool(plan["samples"]) or plan["way"] == _DATASET or plan.get("objects") is not None
+            self._expected = None if is_known else plan["remembered"]
+            if not plan["samples"] and plan.get("objects") is not None:
+                self._objects.load_state_dict(plan["objects"])
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
@@ -174,7 +180,8 @@ class IterableSide(IterableDataset[Any]):
 
     def _begun_anew(self) -> Iterator[Any]:
         record = self.record
-        record.start = self._moment()
+        record.start = self._moment_of_start()
+        record.objects = self._objects.between()
         if self._way == _DATASET:
             record.way, record.source = _DATASET, self.user_dataset
         self.on_begin()
@@ -188,6 +195,8 @@ class IterableSide(IterableDataset[Any]):
         record.way, record.digest, record.has_ended = plan["way"], plan["digest"], plan["ended"]
         record.start, record.first = Moment.from_state_dict(plan["start"]), Moment.from_state_dict(plan["first"])
         record.log, record.num_samples = DrawLog(plan["log"]), plan["samples"]
+        moments = [moment for moment in (record.start, record.first) if moment is not None]
+        owed = self._objects.as_now(*(moment.objects for moment in moments))
         if record.start is not None:
             self._restore(record.start)
         if record.way == _DATASET:
@@ -200,6 +209,9 @@ class IterableSide(IterableDataset[Any]):
             self._replay(samples, record)
         elif record.has_ended:
             samples = iter(())
+        self._owed = owed
+        if record.num_samples:
+            self._put_back()
         set_rng_state(before.rng)
         self._held.load_state_dict(before.held)
         self.on_begin()
@@ -249,17 +261,18 @@ class IterableSide(IterableDataset[Any]):
             return next(samples)
         if record.batch_begun is None and record.way == _REPLAY:
             now = self._moment()
-            record.first = record.first or now
+            record.first = record.first or self._moment_of_start()
             record.batch_begun = record.num_samples, now.states()
         try:
             sample = next(samples)
         except StopIteration:
             if not record.has_ended:
-                record.has_ended = True
+                record.has_ended, record.objects = True, self._objects.between()
                 self._note_draws(record)
                 self._note_last(record)
                 self.on_end(record)
             raise
+        self._put_back()
         record.num_samples += 1
         if record.num_samples == 1:
             self._remember(record)
@@ -267,8 +280,14 @@ class IterableSide(IterableDataset[Any]):
         record.last = sample
         return sample
 
+    def _put_back(self) -> None:
+        """Let the trained module be as it is now, once the samples that followed from what it was are drawn."""
+        owed, self._owed = self._owed, []
+        for state in owed:
+            self._objects.load_state_dict(state)
+
     def _remember(self, record: IterableRecord) -> None:
-        record.remembered = changed(self._fresh or {}, plain_values(self.user_dataset))
+        record.remembered = changed(self._fresh, plain_values(self.user_dataset))
         expected, self._expected = self._expected, None
         if expected is None or expected == record.remembered:
             return
@@ -308,7 +327,8 @@ class IterableSide(IterableDataset[Any]):
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
-        return between(self.record.position())
+        position = between(self.record.position())
+        return position and {**position, "objects": self._objects.between()}
 
     @property
     def user_epoch(self) -> int | None:
@@ -320,8 +340,14 @@ class IterableSide(IterableDataset[Any]):
         self._held.refresh()
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=[self.user_epoch])
 
+    def _moment_of_start(self) -> Moment:
+        """Return the states from which an iteration is begun again, those of the data set's objects among them."""
+        return replace(self._moment(), objects=self._objects.at_start())
+
     def _restore(self, moment: Moment) -> None:
         set_rng_state(moment.rng)
+        if moment.objects:
+            self._objects.load_state_dict(moment.objects)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         if missing:
             reason = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from lightning_faulttolerant.state.objects.kinds import follow_protocol
 
 _PLAIN = (int, float, str, bytes, torch.Tensor, type(None))
 
@@ -20,9 +21,7 @@ def has_state(value: Any) -> bool:
 def has_state_methods(value: Any) -> bool:
     """Return whether `value` has the two methods, with the arguments that torch's protocol gives them."""
     methods = [getattr(value, name, None) for name in ("state_dict", "load_state_dict")]
-    if not all(callable(method) for method in methods):
-        return False
-    return not _num_required(methods[0]) and _num_required(methods[1]) == 1
+    return all(callable(method) for method in methods) and follow_protocol(*methods)
 
 
 def what_is_not_plain(value: Any, path: str = "") -> str | None:
@@ -42,9 +41,3 @@ def what_is_not_plain(value: Any, path: str = "") -> str | None:
 def state_of(value: Any) -> Any:
     """Return a copy of the state that `value` keeps now."""
     return copy.deepcopy(value.state_dict())
-
-
-def _num_required(method: Any) -> int:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
-    return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)

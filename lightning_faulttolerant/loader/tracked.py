@@ -22,6 +22,7 @@ from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, p
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
+from lightning_faulttolerant.loader.objects import LoaderObjects
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
@@ -31,12 +32,13 @@ from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
-from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState
+from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
 from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.objects.modules import users_variables
 
 _SLACK_BYTES = 262_144  # for generators that a data set makes only when it is first used
 _SPARE_SLOTS = 5
-_HELD_ATTRIBUTES = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
+_HELD = ("dataset", "sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator")
 
 
 class TrackedLoader:
@@ -46,6 +48,7 @@ class TrackedLoader:
         loader: The user's loader; `why_not_exact` must be ``None`` for it.
         default_worker_init: Called in new workers where the loader has no ``worker_init_fn``.
         seeds: Seed each sample of a map-style data set from these; without them the workers' states are captured.
+        known: The objects of the loader that was in this place before.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TrackedLoader:
         *,
         default_worker_init: Callable[[int], None] | None = None,
         seeds: SampleSeeds | None = None,
+        known: LoaderObjects | None = None,
     ) -> None:
         self.user_loader = loader
         self._seeded = None if seeds is None else SeededSamples(loader, seeds)
@@ -74,9 +78,10 @@ class TrackedLoader:
         self._resumed_states: list[WorkerState] | None = None
         self.iteration: Iteration | None = None
         """The run over the loader that is under way."""
-        self.held = HeldGenerators({name: getattr(loader, name, None) for name in _HELD_ATTRIBUTES})
+        self.held = HeldGenerators({**{name: getattr(loader, name, None) for name in _HELD}, **users_variables()})
         is_iterable = isinstance(loader.dataset, IterableDataset)
         self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
+        self.objects = LoaderObjects(loader, known=known)
         self._in_flight = (loader.prefetch_factor or 0) * self.num_workers
         self.index_side = IndexSide(
             loader.batch_sampler if loader.batch_sampler is not None else loader.sampler,
@@ -87,6 +92,7 @@ class TrackedLoader:
             seeds=seeds,
             is_batched=loader.batch_sampler is not None,
             streamed=self._streamed if self._streamed.is_dealt else None,
+            objects=self.objects,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
         self._start_position: Position | None = None
@@ -98,23 +104,13 @@ class TrackedLoader:
         self._dataset_state: Any = None
         self._worker_side: WorkerSide | None = None
         if self.num_workers:
-            self._worker_side = self._made_worker_side(loader, default_worker_init)
-            slack = _SLACK_BYTES * (4 if is_iterable else 1)
-            self._slot_bytes = 1 if self._seeded else self._worker_side.state_bytes(loader.dataset) + slack
+            per_sample = None if self._seeded is None else self._seeded.dataset
+            self._worker_side = worker_side_of(
+                loader, self._collate, default_worker_init, iterable=self.iterable, per_sample=per_sample
+            )
+            state_bytes = self._worker_side.state_bytes(loader.dataset) + _SLACK_BYTES * (4 if is_iterable else 1)
+            self._slot_bytes = 1 if self._seeded else state_bytes
         self._loader: weakref.ref[DataLoader[Any]] | None = None
-
-    def _made_worker_side(
-        self, loader: DataLoader[Any], default_worker_init: Callable[[int], None] | None
-    ) -> WorkerSide:
-        return WorkerSide(
-            collate_fn=self._collate,
-            worker_init_fn=loader.worker_init_fn,
-            default_init=default_worker_init,
-            iterable=self.iterable,
-            leaves_rest=loader.batch_size is not None and not loader.drop_last,
-            has_state=stateful_dataset(loader) is not None,
-            per_sample=None if self._seeded is None else self._seeded.dataset,
-        )
 
     @property
     def loader(self) -> DataLoader[Any]:
@@ -188,13 +184,16 @@ class TrackedLoader:
             self._streamed.take_back()
             self._foreign.take_back()
             return iter(())
-        (plan, states, drop), self._plan = self._plan or (None, None, 0), None
-        self._unused_state = None
+        (plan, states, drop), self._plan, self._unused_state = self._plan or (None, None, 0), None, None
         self._is_asked = self._is_taken = False
         if self._dataset is not None and self._dataset_state is not None:
             self._dataset.load_state_dict(self._dataset_state)
-            self._dataset_state = None
+        self._dataset_state = None
         self._begin(plan, states)
+        with self.objects.put_back(*(() if plan is None else plan.objects)):
+            return self._iterated(make_iterator, plan, drop)
+
+    def _iterated(self, make_iterator: Callable[[], Iterator[Any]], plan: IndexPlan | None, drop: int) -> Iterator[Any]:
         before = self.index_side.moment() if plan is not None and plan.start is not None else None
         started = self._started()
         batches = CountedBatches(
@@ -303,7 +302,7 @@ class TrackedLoader:
         in_iteration = consumed is not None and self.iteration is not None and not self._is_asked
         streams = self._streamed.state_dict(in_iteration=in_iteration)
         more = {"samplers": self.index_side.own_progress(), "streams": streams, "is_dealt": self._streamed.is_dealt}
-        more["foreign"] = self._foreign.state_dict(in_iteration=in_iteration)
+        more |= {"foreign": self._foreign.state_dict(in_iteration=in_iteration), "memory": self.objects.of_memory()}
         return {**self._state(consumed, iteration), **more}
 
     def _state(self, consumed: int | None, iteration: Iteration | None) -> dict[str, Any]:
@@ -334,8 +333,8 @@ class TrackedLoader:
         if self._dataset is not None:
             state["dataset"] = iteration.dataset_state_after(consumed)
         if self.iterable is not None:
-            held = iteration.iterable
-            position = None if held is None or self.num_workers else held.position_after(consumed)
+            held = None if self.num_workers else iteration.iterable
+            position = None if held is None else held.position_after(consumed)
             state["iterable"] = {"epoch": self.iterable.user_epoch, "position": position}
         return state
 
@@ -366,6 +365,7 @@ class TrackedLoader:
         record, workers, consumed = state_dict["record"], state_dict["workers"], state_dict["consumed"]
         self._streamed.load_state_dict(state_dict.get("streams", ()))
         self._foreign.load_state_dict(state_dict.get("foreign", {}))
+        self.objects.owed_memory = state_dict.get("memory", {})
         self._dataset_state = copy.deepcopy(state_dict.get("dataset"))
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]

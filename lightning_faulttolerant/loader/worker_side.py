@@ -13,14 +13,17 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.iterable import IterableRecord, IterableSide
+from lightning_faulttolerant.loader.own_position import stateful_dataset
 from lightning_faulttolerant.loader.per_sample import PerSampleDataset
 from lightning_faulttolerant.loader.ring import WorkerRing
+from lightning_faulttolerant.loader.worker_objects import WorkerObjects
 from lightning_faulttolerant.state import devices
 from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.objects.modules import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
 WorkerState = dict[str, Any]
@@ -67,6 +70,8 @@ class WorkerSide:
         self._worker = -1
         self._count = 0
         self._held: HeldGenerators | None = None
+        self._objects: WorkerObjects | None = None
+        self._owed: Mapping[str, Any] = {}
         self._not_exact: list[str] = []
         self._num_said = 0
 
@@ -95,6 +100,9 @@ class WorkerSide:
         if self._per_sample is not None:
             return
         self._held = HeldGenerators(self._roots())
+        self._objects = WorkerObjects(
+            dataset=self._dataset(), collate_fn=self._collate_fn, worker_init_fn=self._init_fn
+        )
         # Where there are more workers than there were, and nobody is strict, the new ones begin as they are.
         states = self.resume_from or ()
         state = states[worker_id] if worker_id < len(states) else None
@@ -112,6 +120,9 @@ class WorkerSide:
     def _begin_iteration(self) -> None:
         assert self.ring is not None
         self.num_iterations += 1
+        owed, self._owed = self._owed, {}
+        if self._objects is not None:
+            self._objects.load_state_dict(owed)  # samples may have been drawn again
         self._say_not_exact()
         self._leave_state()
         self.ring.note_begin(self._worker, self.num_iterations, self._count)
@@ -134,6 +145,10 @@ class WorkerSide:
         missing = _load_worker_state(state, held)
         if missing:
             refuse(f"A worker goes on: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
+        if self._objects is not None:
+            self._owed = state.get("objects", {})
+            for line in self._objects.load_state_dict(self._owed):
+                refuse(f"A worker goes on without {line}", strict=self.strict, not_exact=self._not_exact)
 
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""
@@ -146,11 +161,11 @@ class WorkerSide:
 
     def state_bytes(self, dataset: Any) -> int:
         """Return about how long a worker's state will be, from the main process's copy of the data set."""
-        held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn})
+        held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn, **users_variables()})
         return len(_pack(held, dataset=dataset if self._has_state else None))
 
     def _roots(self) -> Mapping[str, Any]:
-        return {"dataset": self._dataset(), "collate_fn": self._collate_fn}
+        return {"dataset": self._dataset(), "collate_fn": self._collate_fn, **users_variables()}
 
     def _dataset(self) -> Any:
         info = get_worker_info()
@@ -161,7 +176,8 @@ class WorkerSide:
         assert self._held is not None
         self._held.refresh()  # objects often make their generator when they are first used
         dataset = self._dataset() if self._has_state else None
-        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset))
+        objects = {} if self._objects is None else self._objects.state_dict()
+        self.ring.put(self._worker, self._count, _pack(self._held, self.iterable, dataset, objects=objects))
 
     def _handle_signals(self) -> None:
         # A scheduler or a terminal sends its signal to the workers too. The main process still needs them to finish
@@ -176,6 +192,26 @@ class WorkerSide:
             os._exit(0)
 
 
+def worker_side_of(
+    loader: DataLoader[Any],
+    collate_fn: Callable[[Any], Any],
+    default_init: Callable[[int], None] | None,
+    *,
+    iterable: IterableSide | None,
+    per_sample: PerSampleDataset | None,
+) -> WorkerSide:
+    """Return what stands in for the functions of a loader; the arguments are those of `WorkerSide`."""
+    return WorkerSide(
+        collate_fn=collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        default_init=default_init,
+        iterable=iterable,
+        leaves_rest=loader.batch_size is not None and not loader.drop_last,
+        has_state=stateful_dataset(loader) is not None,
+        per_sample=per_sample,
+    )
+
+
 def unpack_worker_state(blob: bytes) -> WorkerState:
     """Return what a worker left in its slot of the ring."""
     # Our own bytes, out of memory that only our workers write.
@@ -183,12 +219,20 @@ def unpack_worker_state(blob: bytes) -> WorkerState:
     return state
 
 
-def _pack(held: HeldGenerators, iterable: IterableSide | None = None, dataset: Any = None) -> bytes:
+def _pack(
+    held: HeldGenerators,
+    iterable: IterableSide | None = None,
+    dataset: Any = None,
+    *,
+    objects: Mapping[str, Any] | None = None,
+) -> bytes:
     state: dict[str, Any] = {"rng": rng_state(), "held": held.state_dict()}
     if iterable is not None:
         state["iterable"] = iterable.record.position()
     if dataset is not None:
         state["dataset"] = dataset.state_dict()
+    if objects:
+        state["objects"] = objects
     return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
 
 

@@ -1,46 +1,42 @@
 """Random generators that objects hold as attributes: found by walking, captured and put back like the global ones.
 
-Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``). No
-property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures and bound
-methods hold is looked at, and no container of more than 1,000 items.
+Data sets, transforms, samplers and modules often keep a generator of their own (``self.rng = default_rng(0)``).
 """
 
 from __future__ import annotations
 
-import functools
+import ast
 import logging
 import random
-import sys
+import time
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.state import devices, packing, seeds
+from lightning_faulttolerant.state.reachable import (
+    MAX_ITEMS,
+    OF_OPTIMIZERS,
+    Path,
+    attributes,
+    is_generator,
+    is_opaque,
+    is_pythons,
+    path_name,
+    take_step,
+    walk,
+)
 
 _log = logging.getLogger(__name__)
 
-_PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
-# Libraries whose objects hold large data or the whole program, and no generator that a user put there.
-_OPAQUE_ROOTS = {"numpy", "pandas", "pyarrow", "PIL", "scipy", "lightning", "pytorch_lightning", "logging", "threading",
-                 "multiprocessing", "concurrent", "asyncio", "weakref", "re", "pathlib", "datetime"}  # fmt: skip
-# What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
-# A streaming data set knows each of its shards, and draws from no generator that it keeps.
-_STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
-_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
-                   *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
-_LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
-_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
-# Tensors by parameter, as many as the model has: of an optimizer these are in the checkpoint, and large.
-_OF_OPTIMIZERS = ("state", "param_groups")
-# Nobody keeps generators among so many items; walking them would take seconds at each autosave.
-_MAX_ITEMS = 1_000
-_MAX_VISITED = 200_000
-
-Path = tuple[tuple[str, Any], ...]
+# So many objects, the nearest ones, are looked at each time; the rest takes at most so much of the time.
+_MAX_NEAR = 1_000
+_FAR_SHARE = 0.01
 
 
 class HeldGenerators:
@@ -53,7 +49,9 @@ class HeldGenerators:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
         self._paths: dict[str, Path] = {}
-        self._watched: list[tuple[Any, int, tuple[Any, ...]]] = []
+        self._watched: list[_Watched] = []
+        self._known: set[int] = set()
+        self._far_seconds, self._far_at = 0.0, 0.0
         self._made: dict[str, tuple[Any, bytes]] = {}
         self.search()
 
@@ -62,21 +60,43 @@ class HeldGenerators:
 
     def search(self) -> None:
         """Look for generators again, for objects that made one after the last search."""
-        self._paths, self._watched = {}, []
-        for path, value in _walk(self._roots):
+        self._paths, self._watched, self._known = {}, [], set()
+        self._note(walk(deque(((("item", name),), root) for name, root in self._roots.items())))
+
+    def refresh(self, *, whole: bool = False) -> None:
+        """Look for generators in what objects and containers have got since, more items or something for a ``None``.
+
+        Args:
+            whole: Look at all of them. Else those further down, where there are many, only as often as that takes 1 %
+                of the time.
+        """
+        watched = self._watched
+        num_near = _MAX_NEAR if len(watched) > _MAX_NEAR else len(watched)
+        for entry in watched[:num_near]:
+            if entry.has_changed():
+                self._look_at(entry)
+        if num_near < len(watched):
+            began = time.perf_counter()
+            if whole or (began - self._far_at) * _FAR_SHARE >= self._far_seconds:
+                for entry in watched[num_near:]:
+                    if entry.has_changed():
+                        self._look_at(entry)
+                self._far_at = time.perf_counter()
+                self._far_seconds = self._far_at - began
+        if self._made:
+            self._look_at_made()
+
+    def _look_at(self, entry: _Watched) -> None:
+        """Search what a container has got, and nothing else."""
+        found = deque(((*entry.path, step), child) for step, child in entry.update())
+        self._note(walk(found, known=self._known))
+
+    def _note(self, found: Iterator[tuple[Path, Any]]) -> None:
+        for path, value in found:
             if is_generator(value):
                 self._paths[path_name(path)] = path
             else:
-                self._watch(value)
-
-    def refresh(self) -> None:
-        """Look for generators again if an object or a container holds more than it did, or something for a ``None``."""
-        for container, size, empty in self._watched:
-            if len(container) != size or any(_holds(container, key) for key in empty):
-                self.search()
-                break
-        if self._made:
-            self._look_at_made()
+                self._watch(path, value)
 
     def _look_at_made(self) -> None:
         """Say it if an object has replaced a generator that was made for it, which nothing was drawn from."""
@@ -94,11 +114,16 @@ class HeldGenerators:
                     name,
                 )
 
-    def _watch(self, value: Any) -> None:
-        container = value if isinstance(value, (dict, list, deque)) else getattr(value, "__dict__", None)
-        if isinstance(container, (dict, list, deque)) and len(container) <= _MAX_ITEMS:
-            items = container.items() if isinstance(container, dict) else enumerate(container)
-            self._watched.append((container, len(container), tuple(key for key, child in items if child is None)))
+    def _watch(self, path: Path, value: Any) -> None:
+        is_container = isinstance(value, (dict, list, deque))
+        if isinstance(value, types.FunctionType) or is_opaque(value):
+            return  # nobody makes a generator for a function later
+        container = value if is_container else getattr(value, "__dict__", None)
+        if isinstance(container, (dict, list, deque)) and len(container) <= MAX_ITEMS:
+            left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
+            kind = "item" if is_container else "attribute"
+            self._watched.append(_Watched(path=path, value=value, container=container, kind=kind, left_out=left_out))
+            self._known.add(id(value))  # which stays its own: the entry holds it
 
     def state_dict(self, *, of: Sequence[Any] | None = None) -> dict[str, bytes]:
         """Return the state of each generator by its path; one that is gone is left out.
@@ -139,41 +164,77 @@ class HeldGenerators:
         value: Any = self._roots
         try:
             for kind, key in path:
-                value = _step(value, kind, key)
+                value = take_step(value, kind, key)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
             return None
         return value
 
     def _fill(self, name: str, blob: bytes) -> bool:
-        owner_name, _, attribute = name.rpartition(".")
-        owners = (value for path, value in _walk(self._roots) if path_name(path) == owner_name)
-        owner = next(owners, None)
-        if owner is None or not attribute.isidentifier() or dict(_attributes(owner)).get(attribute) is not None:
+        """Make a generator where its object would make one when it is first used; return whether there is a place."""
+        walked = walk(deque(((("item", root_name),), root) for root_name, root in self._roots.items()))
+        owners = ((path_name(path), value) for path, value in walked)
+        place = next(((owner, rest) for path, owner in owners if (rest := _last_step(path, owner, name))), None)
+        if place is None:
             return False
         generator = make_generator(blob)
         self._made[name] = (generator, pack_generator(generator))
-        return _assign(owner, attribute, generator)
-
-
-def path_name(path: Path) -> str:
-    """Return the name under which the state lists a path, such as ``dataset.transform[0].rng``."""
-    name = ""
-    for kind, key in path:
-        name += f".{key}" if kind == "attribute" else f"[{key!r}]" if name else str(key)
-    return name
-
-
-def is_generator(value: Any) -> bool:
-    """Return whether `value` has a state that is drawn from: a generator of Python, NumPy or torch, or its seeds."""
-    if isinstance(value, torch.Generator):
+        owner, (kind, key) = place
+        if kind == "attribute":
+            return _assign(owner, key, generator)
+        owner[key] = generator
         return True
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
-        return False
-    kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
-    return isinstance(value, kinds) or seeds.is_sequence(value)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Watched:
+    """A container, or the attributes of an object, and what they held when they were last looked at."""
+
+    path: Path
+    value: Any
+    container: Any
+    kind: str
+    left_out: Sequence[str]
+    size: int = 0
+    empty: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.update()
+
+    def has_changed(self) -> bool:
+        """Return whether there are more items, or fewer, or something in the place of a ``None``."""
+        return len(self.container) != self.size or any(_holds(self.container, key) for key in self.empty)
+
+    def update(self) -> list[tuple[tuple[str, Any], Any]]:
+        """Note what there is now, and return what came since: where it is, and the value."""
+        container, size = self.container, len(self.container)
+        if size > MAX_ITEMS:
+            self.size, self.empty = size, ()
+            return []
+        items = list(container.items() if isinstance(container, dict) else enumerate(container))
+        came = items[self.size :] if size > self.size else items
+        was_empty = set(self.empty)
+        came += [(key, child) for key, child in items[: self.size] if key in was_empty and child is not None]
+        self.size, self.empty = size, tuple(key for key, child in items if child is None)
+        return [((self.kind, key), child) for key, child in came if not self._is_left_out(key)]
+
+    def _is_left_out(self, key: Any) -> bool:
+        return is_pythons(key) or key in self.left_out
+
+
+def _last_step(path: str, owner: Any, name: str) -> tuple[str, Any] | None:
+    """Return the step from `owner` to the place called `name`, if that is empty: an attribute, or a key of a dict."""
+    rest = name.removeprefix(path)
+    if not name.startswith(path) or not rest:
+        return None
+    if rest.startswith(".") and rest[1:].isidentifier():
+        return ("attribute", rest[1:]) if dict(attributes(owner)).get(rest[1:]) is None else None
+    if isinstance(owner, dict) and rest.startswith("[") and rest.endswith("]"):
+        try:
+            key = ast.literal_eval(rest[1:-1])
+        except (SyntaxError, ValueError):  # a key that is no literal, or a step further
+            return None
+        return ("item", key) if repr(key) == rest[1:-1] and owner.get(key) is None else None
+    return None
 
 
 def pack_generator(generator: Any) -> bytes:
@@ -276,75 +337,6 @@ def _holds(container: Any, key: Any) -> bool:
         return container[key] is not None
     except (KeyError, IndexError):  # something else took its place
         return True
-
-
-def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    # Breadth first: what lies near is found before large data further down uses up the number of visits.
-    visited: set[int] = set()
-    queue: deque[tuple[Path, Any]] = deque(((("item", name),), root) for name, root in roots.items())
-    while queue:
-        path, value = queue.popleft()
-        if isinstance(value, _PRIMITIVES) or id(value) in visited:
-            continue
-        if len(visited) >= _MAX_VISITED:
-            _log.warning("Gave up looking for generators behind %s objects, at %s.", _MAX_VISITED, path_name(path))
-            return
-        visited.add(id(value))
-        yield path, value
-        if not is_generator(value):
-            queue.extend(((*path, step), child) for step, child in _children(value))
-
-
-def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > _MAX_ITEMS:
-        return
-    if isinstance(value, (dict, types.MappingProxyType)):
-        yield from ((("item", key), child) for key, child in value.items())
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))
-    elif isinstance(value, functools.partial):
-        yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(value, types.MethodType):
-        yield ("attribute", "__self__"), value.__self__
-    elif isinstance(value, types.FunctionType):
-        yield from ((("cell", i), _cell(cell)) for i, cell in enumerate(value.__closure__ or ()))
-        held = ("__defaults__", "__kwdefaults__", "__dict__")
-        yield from ((("attribute", name), getattr(value, name)) for name in held)
-    elif isinstance(value, types.BuiltinMethodType):
-        yield ("attribute", "__self__"), value.__self__
-    elif _is_walked(type(value)):
-        left_out = _OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
-        yield from ((("attribute", name), child) for name, child in _attributes(value) if name not in left_out)
-
-
-def _is_walked(kind: type) -> bool:
-    module = kind.__module__ or ""
-    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED) or module == _LITDATA_SET:
-        return True
-    return module.partition(".")[0] not in _OPAQUE_ROOTS | {"torch"} and not module.startswith(_OPAQUE_MODULES)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from list(getattr(value, "__dict__", {}).items())
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell: the variable is not bound yet
-        return None
-
-
-def _step(value: Any, kind: str, key: Any) -> Any:
-    if kind == "attribute":
-        return getattr(value, key)
-    return _cell(value.__closure__[key]) if kind == "cell" else value[key]
 
 
 def _assign(owner: Any, attribute: str, generator: Any) -> bool:

@@ -58,6 +58,11 @@ def metrics_of(holder: object) -> dict[str, nn.Module]:
     return dict(held)
 
 
+def with_metrics_state(module: nn.Module) -> list[nn.Module]:
+    """Return all metrics, collections, and trackers whose state `metrics_state` returns."""
+    return [child for child in _children(module).values() if isinstance(child, _KINDS)]
+
+
 def metrics_state(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return a copy of the state of each metric, and of what groups and tracks them, by path."""
     children = _children(module)

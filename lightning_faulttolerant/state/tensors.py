@@ -202,7 +202,7 @@ class TensorMarks:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._marks = [_mark(t) for t in self._tensors]
-        self._sums = [_bit_sums(t) for t in self._tensors]
+        self._sums = [bit_sums(t) for t in self._tensors]
 
     def unmoved(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether `tensors` are the marked ones, unchanged."""
@@ -211,7 +211,7 @@ class TensorMarks:
             return False
         if [_mark(t) for t in now] != self._marks:
             return False
-        return all(torch.equal(_bit_sums(t), s) for t, s in zip(now, self._sums, strict=True))
+        return all(torch.equal(bit_sums(t), s) for t, s in zip(now, self._sums, strict=True))
 
 
 def sums_of_bits(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -246,7 +246,8 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _bit_sums(tensor: Tensor) -> Tensor:
+def bit_sums(tensor: Tensor) -> Tensor:
+    """Return sums of a tensor's bits, which differ where its content does, also where elements change places."""
     flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

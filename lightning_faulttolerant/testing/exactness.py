@@ -18,9 +18,12 @@ import torch
 
 from lightning_faulttolerant.checkpoint.atomic import atomic_torch_save
 from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
 from lightning_faulttolerant.testing.traces import Event, NotTheSame, Outcome, before, compare, read_trace
 from lightning_faulttolerant.trainer.callback import FaultTolerance
+from lightning_faulttolerant.trainer.capture import OBJECTS
+from lightning_faulttolerant.trainer.objects import leave_out
 from lightning_faulttolerant.trainer.recorder import KillAt, Recorder, record_end
 
 __all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run"]
@@ -93,7 +96,8 @@ def assert_resumes_exactly(
         What each interruption cost.
 
     Raises:
-        NotTheSame: If the runs differ; it names the first event that does.
+        NotTheSame: If the runs differ; it names the first event that does, and the attributes of an object state that
+            was left out.
 
     Example::
 
@@ -109,9 +113,7 @@ def assert_resumes_exactly(
         runs = Runs(fit, root, dict(options or {}), timeout_seconds, num_ranks=num_ranks)
         expected = _uninterrupted(runs, with_callback=(options or {}).get("worker_rng") == "per_sample")
         interrupted = _Interrupted(runs, expected, may_begin_anew=may_begin_anew, without=without)
-        for fault in faults:
-            interrupted.interrupt(fault)
-        return interrupted.finish()
+        return interrupted.run(faults)
 
 
 def _uninterrupted(runs: Runs, *, with_callback: bool) -> list[list[Event]]:
@@ -183,6 +185,7 @@ class Runs:
 
     def _run(self, path: Path, directory: Path, faults: Sequence[Any], options: dict[str, Any] | None) -> None:
         recorder = Recorder(path)
+        leave_out(faults)
         callbacks: list[Any] = [] if options is None else [FaultTolerance(**options)]
         trainer = self.fit([*callbacks, recorder, *faults], directory)
         if self.num_ranks > 1 and trainer.world_size != self.num_ranks:
@@ -212,6 +215,19 @@ class _Interrupted:
         self._events: list[list[Event]] = [[] for _ in reference]
         self._costs: list[Interruption] = []
         self._last: Outcome | None = None
+        self.left_out: set[str] = set()
+        """The attributes of what was left out."""
+
+    def run(self, faults: Sequence[Any]) -> list[Interruption]:
+        """Run it with one fault after the other, then to the end."""
+        try:
+            for fault in faults:
+                self.interrupt(fault)
+            return self.finish()
+        except NotTheSame as error:
+            if not self.left_out:
+                raise
+            raise NotTheSame(f"{error}\nLeft out: {', '.join(sorted(self.left_out))}") from error
 
     def interrupt(self, fault: Any) -> None:
         faults = list(fault) if isinstance(fault, Sequence) else [fault]
@@ -232,7 +248,7 @@ class _Interrupted:
         if self._without is not None and not is_first:
             options["strict"] = False
             for path in self._runs.autosaves("interrupted"):
-                _leave_out(path, self._without)
+                self.left_out |= _leave_out(path, self._without)
         seed = _SEED if is_first else _OTHER_SEED + len(self._costs)
         outcome = self._runs.start("interrupted", faults, seed=seed, with_callback=True, options=options)
         if self._last is not None:
@@ -267,12 +283,17 @@ def _num_batches(events: list[Event]) -> int:
     return sum(event["event"] == "batch" for event in events)
 
 
-def _leave_out(path: Path, part: str) -> None:
+def _leave_out(path: Path, part: str) -> set[str]:
+    """Take a part out of a checkpoint; return the attributes that are in no other one."""
     checkpoint = load_file(path)
+    found = set()
     for rank in checkpoint["lightning_faulttolerant"]["ranks"]:
         for held in (rank, rank.get("own", {})):  # of the others it holds what differs from rank 0's
-            held.pop(part, None)
+            state = held.pop(part, None)
+            if part == OBJECTS and state:
+                found |= names_in(state)
     atomic_torch_save(checkpoint, path)
+    return found
 
 
 def _next_draws() -> dict[str, str]:

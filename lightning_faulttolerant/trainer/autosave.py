@@ -19,7 +19,7 @@ from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.budget import Budget
-from lightning_faulttolerant.trainer.capture import Capture, RunState
+from lightning_faulttolerant.trainer.capture import PARTS, Capture, RunState
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSave
@@ -226,6 +226,7 @@ class Autosaver:
             "version": VERSION,
             "world_size": world_size,
             "position": position.state_dict(),
+            "parts": list(PARTS),
             **header,
             WITHOUT_STATE: without_state(self._trainer),
             "ranks": packed,

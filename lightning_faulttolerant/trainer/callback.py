@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
+from lightning_faulttolerant.trainer.objects import Registered
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
 from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
 from lightning_faulttolerant.trainer.report import ResumeReport
@@ -111,7 +112,39 @@ class FaultTolerance(Callback):
         self._session: Session | None = None
         self._ledger: OpenLedger | None = None
         self._last_report: ResumeReport | None = None
+        self._registered: dict[str, Registered] = {}
         self.is_from_environment = False
+
+    def register(
+        self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], object]
+    ) -> FaultTolerance:
+        """Let a state be saved that lives where nobody looks: in a C extension, a closure, another library's global.
+
+        Each rank saves and restores its own, in the place where the object state is: after all hooks that start the
+        fit, before the random states.
+
+        Args:
+            name: What reports call it; one that is not registered yet.
+            state_dict: Returns the state: numbers, strings, bytes, tensors, arrays, and containers of these.
+            load_state_dict: Gets what `state_dict` returned.
+
+        Returns:
+            The callback itself.
+
+        Raises:
+            ValueError: If the name is taken.
+            TypeError: If one of the functions can't be called.
+
+        Example:
+            >>> seen = []
+            >>> callback = FaultTolerance().register("seen", lambda: list(seen), seen.extend)
+        """
+        if name in self._registered:
+            raise ValueError(f"A state is registered as {name!r} already. Give each a name of its own.")
+        if not callable(state_dict) or not callable(load_state_dict):
+            raise TypeError(f"state_dict and load_state_dict of {name!r} must be functions.")
+        self._registered[name] = (state_dict, load_state_dict)
+        return self
 
     @property
     def resume_report(self) -> ResumeReport | None:
@@ -150,7 +183,7 @@ class FaultTolerance(Callback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         under_way.begin(trainer)
-        self._session = Session(trainer, self._options)
+        self._session = Session(trainer, self._options, self._registered)
         self._session.begin()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.metrics import load_metrics, metrics_state
+from lightning_faulttolerant.state.objects.modules import users_variables
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.state.tensors import (
     TensorMarks,
@@ -32,14 +33,17 @@ from lightning_faulttolerant.state.tensors import (
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_state
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
+from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
+from lightning_faulttolerant.trainer.objects import Objects, Registered
 from lightning_faulttolerant.trainer.param_groups import held_by_groups
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.strategy import Loaders
 
+OBJECTS = "objects"
 # Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.
 PARTS = {
     "rng": "random generators",
@@ -52,6 +56,7 @@ PARTS = {
     "flags": "training and frozen flags",
     "callbacks": "what callbacks keep and do not save",
     "trainer": "trainer attributes",
+    OBJECTS: "object state",
 }
 
 
@@ -90,29 +95,37 @@ class RunState:
         trainer: Whose run it is.
         loaders: Its loaders.
         files: What it has written beside its autosaves.
+        registered: What `FaultTolerance.register` was given, by name.
     """
 
-    def __init__(self, trainer: Trainer, loaders: Loaders, files: RunFiles) -> None:
+    def __init__(
+        self, trainer: Trainer, loaders: Loaders, files: RunFiles, registered: Mapping[str, Registered]
+    ) -> None:
         self._trainer = trainer
         self._loaders = loaders
         self.files = files
+        self.objects_not_restored: tuple[str, ...] = ()
+        """What of the object state is not as it was, after a resume: a line for each."""
+        callbacks = named_callbacks(compat.callbacks(trainer))
+        self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
         self._buffers = kinds_of_buffers(trainer.lightning_module)
         self._held = HeldGenerators(
             {
                 "module": trainer.lightning_module,
                 "datamodule": compat.datamodule(trainer),
                 "loaders": loaders.untracked,
-                "callbacks": named_callbacks(compat.callbacks(trainer)),
+                "callbacks": callbacks,
                 "optimizers": trainer.optimizers,
                 "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+                **users_variables(),
             }
         )
 
     def _refresh(self) -> None:
         """Look again for generators that objects have made since."""
-        self._held.refresh()
+        self._held.refresh(whole=True)
         for tracker in self._loaders.trackers.values():
-            tracker.held.refresh()
+            tracker.held.refresh(whole=True)
 
     def state_dict(self, position: Position) -> dict[str, Any]:
         """Return the state of this rank, each part under its name in `PARTS`."""
@@ -123,10 +136,11 @@ class RunState:
         is_accumulating, in_shards = compat.is_accumulating(trainer), saves_shards(trainer.strategy)
         if is_accumulating:
             reshard(trainer)
+        loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position))
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
-            "loaders": self._loaders.state_dict(in_epoch=self._is_iterating(position)),
+            "loaders": loaders,
             "gradients": gradients_state(module) if is_accumulating else {},
             # Of a buffer that each rank has whole, the directory of a strategy that shards holds any rank's.
             "buffers": buffers_state(module, persistent=None if in_shards else False),
@@ -136,6 +150,7 @@ class RunState:
             "flags": flags_state(module),
             "callbacks": callbacks_state(trainer, named_callbacks(compat.callbacks(trainer))),
             "trainer": _trainer_state(trainer),
+            "objects": self.objects.state_dict(position.where, loaders["places"]),
             "files": self.files.state_dict(),
             "began": {"buffers": self._buffers},
         }
@@ -163,6 +178,7 @@ class RunState:
             "metrics": lambda part: load_metrics(module, part),
             "results": lambda part: load_results(trainer, part),
             "files": lambda part: self.files.load_state_dict(part),
+            "objects": self._load_objects,
             "held": self._load_held,
             "rng": lambda part: set_rng_state(part),
         }
@@ -180,6 +196,9 @@ class RunState:
         module = self._trainer.lightning_module
         make_room(module, state, began=began, here=self._buffers)
         return load_buffers(module, state)
+
+    def _load_objects(self, state: Mapping[str, Any]) -> None:
+        self.objects_not_restored = tuple(self.objects.load_state_dict(state))
 
     def _load_held(self, state: Mapping[str, Any]) -> list[str]:
         return self._held.load_state_dict(state["objects"]) + self._loaders.load_held(state["loaders"])

@@ -149,11 +149,12 @@ def differences(saved: Any, now: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {saved!r} when it was saved, {now!r} now"
 
 
-def mismatch(lines: list[str], *, path: str) -> FingerprintMismatchError:
-    """Return the error for `lines` of `differences` from the run that saved `path`."""
+def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMismatchError:
+    """Return the error for `lines` of `differences` from the run that saved `path`, with what to do."""
     return FingerprintMismatchError(
         f"{path} was saved by a run that differs from this one:\n"
         + "\n".join(f"  - {line}" for line in lines)
+        + f"\n{remedy}".rstrip()
         + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
         " strict=False to go on with what can be restored, or another run_id to start from the beginning."
     )

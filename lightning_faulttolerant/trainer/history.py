@@ -103,9 +103,10 @@ class History:
             return
         self._has_started = True
         names = ("path", "position", "seconds", "exact", "not_exact", "notes")
-        resumed = None if report is None else {name: asdict(report)[name] for name in names}
-        if resumed is not None:
-            resumed["seconds"] = round(resumed["seconds"], 6)
+        resumed = None
+        if report is not None:
+            told = {**asdict(report), "not_exact": report.all_not_exact, "seconds": round(report.seconds, 6)}
+            resumed = {name: told[name] for name in names}
         self._add(
             START,
             **self._place(),

@@ -34,6 +34,19 @@ class Patches:
             self._undo.pop()()
 
 
+def then(follow: Callable[[], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a method that calls the original one, and `follow` after it."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method() -> None:
+            original()
+            follow()
+
+        return method
+
+    return wrap
+
+
 class _ReplacedMethod:
     """What stands in the place of a method; a deep copy of its owner has that method of its own instead."""
 

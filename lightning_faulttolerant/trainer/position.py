@@ -108,3 +108,11 @@ def load_into_loops(loops: dict[str, Any], position: Position) -> None:
             epoch[counts]["processed"] = epoch[counts]["completed"]
     # Lightning's own states of loaders: their places are in our part.
     loops.get("state_dict", {}).pop("combined_loader", None)
+
+
+def place_of(trainer: Trainer, position: Position | None) -> dict[str, Any]:
+    """Return what a report says of a position, or of where Lightning takes the run to be."""
+    if position is not None:
+        return {"position": str(position), "epoch": position.epoch, "batch": position.batch}
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return {"position": "where Lightning takes it to be", "epoch": trainer.current_epoch, "batch": batch}

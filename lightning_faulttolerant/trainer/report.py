@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_PART = (
+    "the checkpoint has no part of lightning_faulttolerant: order of samples, random generators, metrics and logged"
+    " values of the epoch start anew, as Lightning does"
+)
+"""Said of a checkpoint that somebody else wrote."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeReport:
@@ -19,6 +25,7 @@ class ResumeReport:
         global_step: Optimizer steps so far.
         exact: What goes on exactly, each with a short description.
         not_exact: What does not, each with the reason.
+        objects: What of the object state does not, each with the reason.
         notes: What is worth knowing: another machine, other versions.
         seconds: From the choice of the checkpoint until the first batch can be fetched.
     """
@@ -30,13 +37,19 @@ class ResumeReport:
     global_step: int
     exact: tuple[str, ...]
     not_exact: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
     seconds: float = 0.0
 
     @property
     def is_exact(self) -> bool:
         """Return whether everything goes on exactly."""
-        return not self.not_exact
+        return not self.not_exact and not self.objects
+
+    @property
+    def all_not_exact(self) -> tuple[str, ...]:
+        """What does not go on exactly, with what of the object state does not."""
+        return (*self.not_exact, *(f"without {line}" for line in self.objects))
 
     @classmethod
     def load(cls, fields: Mapping[str, Any] | None) -> ResumeReport | None:
@@ -46,13 +59,20 @@ class ResumeReport:
         own: dict[str, Any] = {name: tuple(told) if isinstance(told, list) else told for name, told in fields.items()}
         return cls(**own)
 
+    @property
+    def _verdict(self) -> str:
+        if self.not_exact:
+            return " NOT EXACTLY"
+        number = len(self.objects)
+        return f", except for {number} object{'s' if number > 1 else ''}," if number else " exactly"
+
     def __str__(self) -> str:
-        verdict = "exactly" if self.is_exact else "NOT EXACTLY"
         lines = [
-            f"Resumed {verdict} {self.position}, global step {self.global_step}, in {self.seconds:.2f} s",
+            f"Resumed{self._verdict} {self.position}, global step {self.global_step}, in {self.seconds:.2f} s",
             f"  from      {self.path}",
             f"  exact     {', '.join(self.exact)}",
         ]
         lines += [f"  NOT EXACT {line}" for line in self.not_exact]
+        lines += [f"  WITHOUT   {line}" for line in self.objects]
         lines += [f"  note      {line}" for line in self.notes]
         return "\n".join(lines)

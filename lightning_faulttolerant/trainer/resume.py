@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,32 +13,31 @@ from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, NotExactError
-from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.state.metrics import grow_trackers
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.best_models import restore_best_models
 from lightning_faulttolerant.trainer.adapters.pruning import OwnMasks, without_masks
 from lightning_faulttolerant.trainer.adapters.state import why_ended
-from lightning_faulttolerant.trainer.autosave import KEY, VERSION, put_instead
-from lightning_faulttolerant.trainer.capture import PARTS, RunState
+from lightning_faulttolerant.trainer.autosave import VERSION, put_instead
+from lightning_faulttolerant.trainer.capture import OBJECTS, PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.comparison import Comparison
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import (
     Fingerprint,
     as_carried_over,
     differences,
-    loader_as_carried_over,
-    mismatch,
 )
 from lightning_faulttolerant.trainer.loaded import LoadedWeights
+from lightning_faulttolerant.trainer.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
 from lightning_faulttolerant.trainer.options import Options
-from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops
+from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops, place_of
 from lightning_faulttolerant.trainer.precision import convert_module, rounded
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
-from lightning_faulttolerant.trainer.report import ResumeReport
+from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
 from lightning_faulttolerant.trainer.telling import tell
@@ -88,7 +87,8 @@ class Resume:
         self._resized: Resized | None = None
         self._nearest = nearest
         self._began = time.monotonic()
-        self._not_exact: list[str] = []
+        self._comparison = Comparison(self._path, strict=options.strict, is_elastic=options.elastic)
+        self._not_exact = self._comparison.not_exact
         self.notes: list[str] = []
         """For the report: what is worth knowing, and no state that is not exact."""
         self._part = choice.part
@@ -97,6 +97,7 @@ class Resume:
         self._state: Mapping[str, Any] = {}
         self._own_masks: OwnMasks | None = None
         self._loaded: LoadedWeights | None = None
+        self._objects: tuple[str, ...] = ()
         self.position: Position | None = None
         self._report: ResumeReport | None = None
         self.is_pending = True
@@ -106,10 +107,7 @@ class Resume:
             self._read(self._part, choice.checkpoint or {})
 
     def _without_our_part(self, checkpoint: Mapping[str, Any]) -> None:
-        self._not_exact.append(
-            f"the checkpoint has no part of {KEY}: order of samples, random generators, metrics and logged values of"
-            " the epoch start anew, as Lightning does"
-        )
+        self._not_exact.append(NO_PART)
         self._loaders.lightning_restores = any(loader_states(checkpoint))
 
     def _read(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
@@ -124,7 +122,7 @@ class Resume:
         if not self.position.is_resumable:
             self.position = None
             return
-        self._compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
+        self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
             self._state = state_of(part, self._rank, checkpoint)
@@ -136,10 +134,16 @@ class Resume:
         if FINGERPRINT in self._state:  # data sets may differ from rank to rank
             self._part["fingerprint"] = {**part["fingerprint"], "loaders": self._state[FINGERPRINT]}
         self._loaders.goes_on = "loaders" in self._state
-        lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state]
-        self._not_exact += lacking
+        self._look_for_parts(part.get("parts", [name for name in PARTS if name != OBJECTS]))
+
+    def _look_for_parts(self, known: Collection[str]) -> None:
+        """Say which parts are missing; `known` are those that whoever saved knew."""
+        lacking = [f"{PARTS[n]}: not in the checkpoint" for n in PARTS if n not in self._state and n in known]
         if lacking and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
+        self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
+        if self._strict:
+            refuse_lost(self._state.get(OBJECTS) or {}, self._path)
 
     def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         """Make the state of this rank of those of another number of ranks."""
@@ -250,7 +254,7 @@ class Resume:
         settings = self._fingerprint.settings()
         if self._resized is not None:
             saved = {**saved, "trainer": as_carried_over(saved["trainer"], settings["trainer"])}
-        self._compare(saved, settings, ("optimizers", "trainer"))
+        self._comparison.compare(saved, settings, ("optimizers", "trainer"))
         self._loaders.expect(lambda place, now: self._compare_loader(place, saved["loaders"].get(place), now))
         self._loaders.resume_from(self._state.get("loaders", {}))
         if "files" in self._state:
@@ -262,23 +266,26 @@ class Resume:
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
-        tracker = self._loaders.trackers.get(place)
-        goes_on = isinstance(tracker, TrackedLoader) and tracker.can_be_resized
-        if saved is not None and goes_on and (self._resized is not None or self._options.elastic):
-            carried = loader_as_carried_over(saved, now, is_resized=self._resized is not None)
-            lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]
-            if self._resized is None:
-                self._not_exact += [f"{line}: the workers' random generators are not carried over" for line in lines]
-            saved = carried
-        self._compare({} if saved is None else {place: saved}, {place: now}, (place,))
+        if saved is not None:
+            self._comparison.compare_loader(
+                place,
+                saved,
+                now,
+                tracker=self._loaders.trackers.get(place),
+                is_resized=self._resized is not None,
+                drawn=self._loaders.drawn,
+                saved_drawn=self.saved(OBJECTS).get(DRAWN, {}),
+            )
 
-    def _compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        lines = [line for name in names if name in saved for line in differences(saved[name], now.get(name), name)]
-        if lines and self._strict:
-            raise mismatch(lines, path=self._path)
-        for line in lines:
-            _log.warning("%s differs: %s", self._path, line)
-        self._not_exact += lines
+    def put_back_drawn(self) -> None:
+        """Put back what the script drew before the first start; to be called before anything is iterated over.
+
+        Raises:
+            FingerprintMismatchError: If `strict`, and that can't be done.
+        """
+        if self._loaders.drawn is not None:
+            self._comparison.put_back_drawn(self._loaders.drawn, self.saved(OBJECTS).get(DRAWN, {}))
+            self.notes += self._comparison.notes
 
     def admit(self, reasons: list[str]) -> None:
         """Say what can't be restored exactly.
@@ -307,11 +314,9 @@ class Resume:
         """Return whether the state is one of the middle of an epoch, and not put back yet."""
         return self.is_pending and self.position is not None and self.position.is_in_epoch
 
-    @property
-    def loaders_state(self) -> Mapping[str, Any]:
-        """The places of the loaders."""
-        state: Mapping[str, Any] = self._state.get("loaders", {})
-        return state
+    def saved(self, name: str) -> Mapping[str, Any]:
+        """Return one part of the state, as `PARTS` names it; an empty one if it was not saved."""
+        return self._state.get(name) or {}
 
     def owed(self, name: str) -> Any:
         """Return what the checkpoint says of a hook that was under way: ``behind``, ``before_validation``."""
@@ -356,6 +361,7 @@ class Resume:
         if missing and self._strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
         self._not_exact += missing
+        self._objects, self.notes = run_state.objects_not_restored, [*self.notes, *run_state.objects.notes]
         self.settle()
 
     @property
@@ -379,14 +385,11 @@ class Resume:
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
         self._report = ResumeReport(
             path=self._path,
-            position=str(position) if position is not None else "where Lightning takes it to be",
-            epoch=self._trainer.current_epoch if position is None else position.epoch,
-            batch=self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            if position is None
-            else position.batch,
+            **place_of(self._trainer, position),
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
             not_exact=self._all_not_exact(),
+            objects=self._objects,
             notes=(*notes, *self.notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )

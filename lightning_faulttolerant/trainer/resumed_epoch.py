@@ -56,9 +56,9 @@ class ResumedEpoch:
     def start(self, original: Callable[[Any], None], data_fetcher: Any, run_state: RunState) -> None:
         """Stand in for the epoch loop's ``on_run_start``, and do what is owed before the next batch."""
         trainer, loaders = self._trainer, self._loaders
-        if self._where != EPOCH_START or self._resume.loaders_state.get("combined") is not None:
+        if self._where != EPOCH_START or self._resume.saved("loaders").get("combined") is not None:
             self._resume.fit_in()
-        state = self._resume.loaders_state
+        state = self._resume.saved("loaders")
         loaders.load_own(state.get("own", {}))
         if self._where == EPOCH_START and state.get("combined") is None:
             loaders.holds_back = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -14,7 +14,7 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.boundary import Boundary
-from lightning_faulttolerant.trainer.capture import RunState
+from lightning_faulttolerant.trainer.capture import OBJECTS, RunState
 from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
@@ -23,9 +23,11 @@ from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
+from lightning_faulttolerant.trainer.objects import RELOADS, Registered
 from lightning_faulttolerant.trainer.options import Options
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.patches import Patches, then
 from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
+from lightning_faulttolerant.trainer.reloads import Reloads
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.restoring import Restoring
 from lightning_faulttolerant.trainer.resume import Resume
@@ -44,9 +46,11 @@ class Session:
     Args:
         trainer: Whose fit it is.
         options: The callback's.
+        registered: What `FaultTolerance.register` was given, by name.
     """
 
-    def __init__(self, trainer: Trainer, options: Options) -> None:
+    def __init__(self, trainer: Trainer, options: Options, registered: Mapping[str, Registered]) -> None:
+        self._registered = registered
         self.trainer = self._trainer = trainer
         self._options = options
         is_per_sample = options.worker_rng == "per_sample"
@@ -62,6 +66,7 @@ class Session:
         self._is_interrupted = False
         self._boundary: Boundary | None = None
         self._run_state: RunState | None = None
+        self._reloads = Reloads(trainer)
         self.autosaver: Autosaver | None = None
         self.on_saved: list[Callable[[Position, str], None]] = []
         """Called with the position and the path of each autosave that is written and verified."""
@@ -86,12 +91,12 @@ class Session:
         """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
         self._beginning.begin()
         if not self._beginning.is_connected:
-            self._patches.wrap(self._trainer.strategy, "setup_environment", self._wrap_setup_environment)
+            self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
 
     def open(self, callback: Callback) -> None:
         """Take the seams over; `callback` is the one that opens us."""
         if not self._beginning.is_connected:
-            self._stopping.connect(self._beginning.connect())
+            self._connect()
         pass_over_idle_hooks(callback, self._patches)
         self.is_open = True
         self._stopping.open()
@@ -103,7 +108,7 @@ class Session:
         wrap(connector, "resume_start", self._restoring.wrap_resume_start)
         wrap(connector, "restore_training_state", self._restoring.wrap_restore_training_state)
         wrap(connector, "restore_callbacks", self._restoring.wrap_restore_callbacks)
-        wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_register_signal_handlers)
+        wrap(compat.signal_connector(trainer), "register_signal_handlers", then(self._begin))
         wrap(trainer.strategy, "process_dataloader", self._wrap_process_dataloader)
         wrap(fit_loop, "setup_data", lambda original: self._wrap_setup_data(original, TRAIN))
         wrap(val_loop, "setup_data", lambda original: self._wrap_setup_data(original, VALIDATION_LOADERS))
@@ -164,12 +169,8 @@ class Session:
 
     # What the seams do.
 
-    def _wrap_setup_environment(self, original: Method) -> Method:
-        def setup_environment() -> None:
-            original()
-            self._stopping.connect(self._beginning.connect())
-
-        return setup_environment
+    def _connect(self) -> None:
+        self._stopping.connect(self._beginning.connect())
 
     def put_part(self, checkpoint: dict[str, Any]) -> None:
         """Put our part into a checkpoint that somebody else asks for now."""
@@ -179,22 +180,19 @@ class Session:
         save = self._hook_saves.make(hook, saver, self._boundary.capture if self._boundary is not None else None)
         self.autosaver.put_part(checkpoint, save)
 
-    def _wrap_register_signal_handlers(self, original: Method) -> Method:
-        def register_signal_handlers() -> None:
-            original()
-            self._begin()
-
-        return register_signal_handlers
-
     def _begin(self) -> None:
         """Begin the fit's real work: whatever a finder did before is over."""
         self._stopping.begin(lambda: self.autosaver.save_seconds if self.autosaver is not None else 0.0)
-        self._run_state = RunState(self._trainer, self._loaders, self._files)
+        self._run_state = RunState(self._trainer, self._loaders, self._files, self._registered)
+        if self._resume is None and self._trainer.num_sanity_val_steps:
+            self._run_state.objects.before_sanity_check()
+        self._reloads = self._run_state.objects.reloads
         self._hook_saves = HookSaves(self._trainer, self._run_state)
         self._fingerprint.settings()
         buckets = Buckets(self._trainer)
         if self._resume is not None:
             self._resume.begin()
+            self._reloads.last = self._resume.saved(OBJECTS).get(RELOADS, {})
             self._resume.admit(buckets.why_not_exact())
             self._resume.notes += buckets.load_state_dict(self._resume.owed(BUCKETS) or {})
             if self._resume.is_in_epoch:
@@ -222,12 +220,12 @@ class Session:
         return self._run_state
 
     def _wrap_process_dataloader(self, original: Method) -> Method:
-        return lambda loader: self._loaders.process(original(loader))
+        return lambda loader: self._loaders.process(self._reloads.follow(original(loader)))
 
     def _wrap_setup_data(self, original: Method, stage: str) -> Method:
         def setup_data() -> None:
             self._loaders.begin(stage)
-            with self._loaders.iterated_by_trainer():
+            with self._loaders.iterated_by_trainer(), self._reloads.begun(is_training=stage == TRAIN):
                 original()
 
         return setup_data
@@ -235,6 +233,8 @@ class Session:
     def _wrap_fit(self, original: Method) -> Method:
         def run() -> None:
             with self._ended_here():
+                if self._run_state is not None:  # a finder's own fit has none
+                    self._run_state.objects.after_sanity_check()
                 original()
                 if self.autosaver is not None:
                     self._save_finished(self.autosaver)
@@ -261,17 +261,20 @@ class Session:
         Raises:
             TrainingStopped: If a stop was asked for since the last boundary.
         """
-        if self._resume is not None and self._resume.is_pending:
+        is_pending = self._resume is not None and self._resume.is_pending
+        if self._resume is not None and is_pending:
             self._resume.restore(self._state())
-            self._beginning.history.start(self._beginning.choice, self.report)
-        else:
-            self._beginning.history.start(self._beginning.choice, self.report)
+        self._beginning.history.start(self._beginning.choice, self.report)
+        if not is_pending:
             autosaver.save(position_of(self._trainer, FINISHED))
         self._stopping.stop_if_wanted("behind the end of the fit")
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:
             original()
+            if self._run_state is not None:
+                self._run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
+                self._run_state.objects.begin()
             if self.autosaver is not None and self._resume is not None and self._resume.is_behind_the_end:
                 self._resume.go_on_behind_the_end()
                 self._resume.restore(self._state())

@@ -11,9 +11,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.dealt import Deal, Share
-from lightning_faulttolerant.loader.exactness import needs_no_position, why_not_exact
+from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
@@ -24,6 +23,7 @@ from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
 from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
@@ -58,7 +58,7 @@ class Loaders:
             )
         self._seeds = LoaderSeeds() if is_per_sample else None
         self._trainer = trainer
-        self._strict = strict
+        self.strict = strict
         self._manual = manual
         self._stage, self._next_index = TRAIN, 0
         self.is_trainers = False
@@ -74,6 +74,8 @@ class Loaders:
         self.fetches_ahead = False
         """Whether each training batch is fetched while the one before it is still to be trained."""
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
+        self.drawn: Drawn | None = None
+        """Notes what the script drew of each loader before it is iterated over."""
         self.trackers: dict[str, TrackedLoader | OwnLoader] = {}
         self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
@@ -140,6 +142,8 @@ class Loaders:
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
+        if self.drawn is not None:
+            self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
         if self._manual:
             return self._leave(stage, place, loader)
         is_own = keeps_own_state(loader)
@@ -186,8 +190,9 @@ class Loaders:
             if other != place and isinstance(tracker, TrackedLoader) and share_a_state(loader, tracker.user_loader):
                 self._refuse(place, f"its data set is that of {other} too, and it keeps one state for both")
         seeds = self._seeds_of(place, loader)
-        tracker = TrackedLoader(loader, default_worker_init=default_worker_init(self._trainer), seeds=seeds)
-        tracker.index_side.strict = self._strict
+        init, before = default_worker_init(self._trainer), known.objects if isinstance(known, TrackedLoader) else None
+        tracker = TrackedLoader(loader, default_worker_init=init, seeds=seeds, known=before)
+        tracker.index_side.strict = self.strict
         tracker.index_side.not_exact = self.not_exact
         tracker.index_side.global_rank = self._trainer.global_rank
         tracker.index_side.num_ranks = self._trainer.world_size
@@ -205,7 +210,7 @@ class Loaders:
                     self._refuse(place, f"the same object is {tracker.place} too, and it has one state for both")
                 return tracker, loader
         tracker = OwnLoader(loader, place=place)
-        tracker.strict, tracker.not_exact = self._strict, self.not_exact
+        tracker.strict, tracker.not_exact = self.strict, self.not_exact
         tracker.follow()
         self._followed.append(tracker)
         return tracker, loader
@@ -243,12 +248,8 @@ class Loaders:
 
     def _refuse(self, place: str, reason: str) -> None:
         message = f"Loader {place} can't be resumed exactly: {reason}."
-        if self._strict:
-            raise NotExactError(
-                f"{message} Change the loader, or pass FaultTolerance(strict=False) to train without it."
-            )
-        _log.warning(message)
-        self.not_exact.append(message)
+        remedy = "Change the loader, or pass FaultTolerance(strict=False) to train without it."
+        refuse(f"{message} {remedy}" if self.strict else message, strict=self.strict, not_exact=self.not_exact)
 
     def renew(self, state: Mapping[str, Any]) -> None:
         """Begin the trainer's iteration over the training loaders anew, at the place of `state`.

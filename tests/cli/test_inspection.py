@@ -91,12 +91,18 @@ def test_the_text_says_what_the_file_holds(tmp_path: Path, capsys: Capture) -> N
 
 def test_what_can_not_be_exact_is_shown(tmp_path: Path, capsys: Capture) -> None:
     """Notes on what a resume from the file would lack stand in the text and in the JSON."""
-    path = save(tmp_path / "a.ckpt", checkpoint(inexact=["the hook of Other"], behind=["Mine.on_train_batch_end"]))
+    lost = {"objects": {"lost": {"module.turns": "an iterator"}}}
+    behind = ["Mine.on_train_batch_end"]
+    path = save(
+        tmp_path / "a.ckpt", checkpoint(inexact=["the hook of Other"], behind=behind, ranks=[lost, {"own": lost}])
+    )
     lines = [" ".join(line.split()) for line in call(capsys, "inspect", path).lines]
     assert "not exact the hook of Other" in lines
+    assert lines.count("without module.turns: an iterator") == 1
     assert "hooks to come Mine.on_train_batch_end" in lines
     shown = json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"]
-    assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], ["Mine.on_train_batch_end"])
+    assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], behind)
+    assert shown["lost"] == {"module.turns": "an iterator"}
 
 
 def test_a_file_without_our_part_says_so_and_shows_the_rest(tmp_path: Path, capsys: Capture) -> None:

@@ -253,7 +253,7 @@ def test_what_ranks_had_apart_is_told() -> None:
     plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
     done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
     (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "these are rank 0's" in line]
-    assert line.endswith("these are rank 0's: buffers.seen, callbacks.Sum")
+    assert line.endswith("these are rank 0's: buffers.seen, callbacks.Sum, callbacks['Sum#0'].seen")
 
 
 @pytest.mark.slow

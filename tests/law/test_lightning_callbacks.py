@@ -291,7 +291,7 @@ class Noting(Timer):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         with self.notes.open("a") as file:
             file.write(f"{os.getpid()} {trainer.global_step} {self.time_remaining()}\n")
-        self.clock.now += 0.125
+        self.clock.pass_seconds(0.125)
 
 
 def test_time_limit(tmp_path: Path) -> None:

@@ -134,12 +134,15 @@ def test_kept_loader_asked_for_anew(every: int) -> None:
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
 
-@pytest.mark.parametrize(("epoch", "batch"), [(0, 3), (3, 0)])
-def test_loader_that_depends_on_the_state(epoch: int, batch: int) -> None:
-    """A loader that a data module makes of its state is another one in the middle of an epoch: it is refused."""
-    cut = cut_at(epoch, batch, 0)
+def test_loader_that_depends_on_the_state() -> None:
+    """A loader that a data module makes of its state is made of what that was when the epoch began."""
+    hold(lambda: Grows(0), cut_at(3, 0, 0), reload_dataloaders_every_n_epochs=1, max_epochs=4)
+
+
+def test_first_loader_that_depends_on_the_state() -> None:
+    """Lightning restores the ``state_dict`` of a data module before it asks for the first loader: it is refused."""
     with pytest.raises(AssertionError, match=r"train/0\.dataset\.rows: "):
-        hold(lambda: Grows(0), cut, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+        hold(lambda: Grows(0), cut_at(0, 3, 0), reload_dataloaders_every_n_epochs=1, max_epochs=4)
 
 
 def shuffled(num_workers: int, length: int | None = None, **arguments: Any) -> Callable[[], DataLoader[Any]]:

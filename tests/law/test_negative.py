@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -45,6 +47,22 @@ class Needs:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+class CollectsOutputs(Net):
+    """Logs the mean of what its steps have returned in an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.outputs.append(super().training_step(batch, batch_idx))
+        return self.outputs[-1]
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.outputs).mean())
+        self.outputs.clear()
+
+
 NEEDS = {
     "rng": Needs(event="batch"),
     "held": Needs(event="step", module=HoldingNet),
@@ -55,6 +73,7 @@ NEEDS = {
     "results": Needs(event="log"),
     "flags": Needs(event="step", module=FreezingNet),
     "callbacks": Needs(event="log", users=lambda: [LogsItsMetric()]),
+    "objects": Needs(event="log", module=CollectsOutputs),
     "trainer": Needs(event="batch", users=lambda: [StopsAt()], arguments={"min_epochs": 1, "max_epochs": 3}),
 }
 
@@ -90,5 +109,6 @@ def test_run_without_a_part_is_not_the_same(part: str) -> None:
     """Without the part it does not, and the first event that differs is named with both of its contents."""
     needs = NEEDS[part]
     found = rf'Event \d+ (of the interrupted run differs|is (missing|too many) in)[^"]*(.|\n)*"event": "{needs.event}"'
-    with pytest.raises(NotTheSame, match=found):
+    with pytest.raises(NotTheSame, match=found) as raised:
         assert_goes_on_without(part, needs)
+    assert ("Left out: module.outputs" in str(raised.value)) == (part == "objects")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.recorder import KillAt
-from tests.data_sets import NoisyDataset
+from tests.data_sets import NoisyDataset, secret_count
 from tests.processes import Script, run
 from tests.runs import Net, fit_net
 
@@ -47,13 +47,18 @@ def protected(**options: Any) -> FaultTolerance:
 
 
 class CountBatches(Callback):
-    """Counts the training batches of a fit."""
+    """Counts the training batches that this process trains."""
 
     def __init__(self) -> None:
-        self.num_batches = 0
+        self._add, self._count = secret_count()
+
+    @property
+    def num_batches(self) -> int:
+        """How many there were."""
+        return self._count()
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.num_batches += 1
+        self._add()
 
 
 def autosaves(directory: Path) -> list[Path]:

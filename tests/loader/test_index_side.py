@@ -334,21 +334,21 @@ def test_plan_with_workers_alone_starts_a_new_epoch() -> None:
 class Equipped(Counting):
     """Draws late, from a generator that somebody may have given to it."""
 
-    def __init__(self, **parts: random.Random) -> None:
+    def __init__(self, *parts: random.Random) -> None:
         self.parts = parts
 
     def __iter__(self) -> Iterator[int]:
         yield from range(6)
-        yield self.parts["rng"].randrange(50) if self.parts else 0
+        yield self.parts[0].randrange(50) if self.parts else 0
 
 
 def test_generator_that_is_gone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     """A sampler that began with a generator that is not there any more can't be begun again: said if not strict."""
-    side, indices = begin(Equipped(rng=random.Random(1)))
+    side, indices = begin(Equipped(random.Random(1)))
     for _ in range(3):
         next(indices)
     state = safe(record_state(side.record))
-    reason = r"order of samples is begun again: there is no generator to restore the state of sampler\.parts\['rng'\]"
+    reason = r"order of samples is begun again: there is no generator to restore the state of sampler\.parts\[0\]"
     with pytest.raises(NotExactError, match=reason):
         resume(Equipped(), state, 3)
     with caplog.at_level(logging.WARNING, "lightning_faulttolerant"):

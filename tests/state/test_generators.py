@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset, TensorDataset
 
 from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.state.generators import HeldGenerators, is_generator, make_generator, pack_generator
+from lightning_faulttolerant.state.generators import HeldGenerators, make_generator, pack_generator
+from lightning_faulttolerant.state.reachable import is_generator
 
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 

@@ -25,8 +25,8 @@ NOT_RESUMED = "not resumed"
 NOT_EXACT = "not restored exactly"
 
 _SAVE = (
-    "save it in on_save_checkpoint and put it back in on_load_checkpoint (of the module or a callback; a data module"
-    " has state_dict and load_state_dict for it), or keep it in a buffer of the module (register_buffer)"
+    "give that object state_dict and load_state_dict, or pass two functions that save and restore it to"
+    " FaultTolerance.register"
 )
 _FOUND_AGAIN = (
     "The second run finds what the first has left: weights or a cache that the script loads where they are there."
@@ -36,9 +36,9 @@ _ORDER = Cause(
     part=DATA_ORDER,
     text="The batch was made of other samples.",
     advice=(
-        "A generator that a sampler draws from must be torch's, NumPy's or Python's own, or an attribute of the sampler"
-        " or the data set: one in a variable of a module (RNG = np.random.default_rng()) is not restored.",
-        f"What the order depends on in a plain attribute (an epoch counter, a curriculum): {_SAVE}.",
+        "A generator that a sampler draws from must be one of torch's, NumPy's or Python's, which the sampler, the data"
+        " set, or one of your modules holds: one of another library is not restored.",
+        f"What the order depends on and Python does not hold (a counter in a library of C, a file): {_SAVE}.",
         "A list of files: sort it. os.listdir, glob and sets may give another order in each process.",
     ),
 )
@@ -47,10 +47,10 @@ _AUGMENTATION = Cause(
     text="The batch was made of the same samples, but other things were made of them: an augmentation differs, or what"
     " the data set keeps between samples.",
     advice=(
-        "A counter or a schedule in a plain attribute of a data set or a transform begins anew in each process: make"
-        " it a function of the sample's index and of the epoch.",
-        "A generator that an augmentation draws from must be torch's, NumPy's or Python's own, or an attribute of the"
-        " data set or the transform: one in a variable of a module (RNG = np.random.default_rng()) is not restored.",
+        "What a data set or a transform keeps outside of Python (in a library of C, in a file) begins anew in each"
+        " process: make it a function of the sample's index and of the epoch.",
+        "A generator that an augmentation draws from must be one of torch's, NumPy's or Python's, which the data set,"
+        " the transform, or one of your modules holds: one of another library is not restored.",
         'FaultTolerance(worker_rng="per_sample") seeds each sample by itself, so that only what the data set counts'
         " or caches can still differ.",
     ),
@@ -70,8 +70,8 @@ _MAIN_RNG = Cause(
     text="Samples and batch are equal, but before the step the random generators of the main process stood elsewhere:"
     " something drew from them in one run and not in the other.",
     advice=(
-        "Look for draws that depend on a plain attribute or on a file: a cache that is filled once, a condition on the"
-        " first batch of a process. Let them use a generator of their own.",
+        "Look for draws that depend on a file, or on the process: a cache that is filled once, a condition on the first"
+        " batch of a process. Let them use a generator of their own.",
         "Hooks of the start of an epoch are not called again for an epoch that is resumed in its middle.",
     ),
 )
@@ -80,9 +80,7 @@ _WEIGHTS = Cause(
     text="The batch and the random generators are equal, but not what the step made of them: the module computed with"
     " other weights, or with other values beside them, or a kernel is not deterministic.",
     advice=(
-        f"What the module keeps in plain attributes (a step counter, a running average, a cache): {_SAVE}.",
-        "Weights outside the module's state_dict (a teacher, an average, a list of modules that is no ModuleList) are"
-        " not saved: make them submodules.",
+        f"What the module keeps where Python does not see it (a library of C, an iterator, a file): {_SAVE}.",
         "Kernels that are not deterministic differ in two uninterrupted runs too: --check tells.",
     ),
 )
@@ -100,16 +98,16 @@ _LEARNING_RATES = Cause(
     advice=(
         "A scheduler that is stepped by hand and not returned by configure_optimizers is not saved: return it, or save"
         " its state_dict in on_save_checkpoint.",
-        f"A schedule that counts in a plain attribute: {_SAVE}.",
+        f"A schedule that counts where Python does not see it: {_SAVE}.",
     ),
 )
 _METRICS = Cause(
     part=METRICS,
     text="Training goes on equal, but a metric does not: its sum was not the same.",
     advice=(
-        "A torchmetrics.Metric goes on if it is an attribute of the module, or in a ModuleList or ModuleDict there: one"
-        " in a plain list or dict, or in a callback, is not found.",
-        f"A sum or a list in a plain attribute: {_SAVE}.",
+        "A torchmetrics.Metric goes on if it is held by the module, in a list or a dict too: one in a callback needs a"
+        " state_dict of that callback.",
+        f"A sum that Python does not hold: {_SAVE}.",
     ),
 )
 _LOGGED = Cause(
@@ -118,15 +116,15 @@ _LOGGED = Cause(
     advice=(
         "What is measured by the clock or on the device (times, rates, memory) is never equal: --ignore NAME passes"
         " over it.",
-        f"What is logged from a plain attribute: {_SAVE}.",
+        f"What is logged from a file, or from a library of C: {_SAVE}.",
     ),
 )
 _COURSE = Cause(
     part=COURSE,
     text="The two runs did not do the same things one behind the other.",
     advice=(
-        "What decides when to stop, to validate or to log must be saved: a condition on a plain attribute, on the"
-        " clock (max_time) or on files of an earlier process is not.",
+        "What decides when to stop, to validate or to log must be saved: a condition on the clock (max_time) or on"
+        " files of an earlier process is not.",
         "A script that writes its outputs in one place finds those of its earlier processes: see that it does not take"
         " them for a reason to do something else. {run} in the command keeps the drill's two runs apart.",
     ),

@@ -150,7 +150,7 @@ class FitLedger:
         if not self._batch:
             self._place = (report.epoch, report.batch)
         place = {"epoch": report.epoch, "batch": report.batch, "text": report.position}
-        exactness = {"exact": report.is_exact, "not_exact": list(report.not_exact)}
+        exactness = {"exact": report.is_exact, "not_exact": list(report.all_not_exact)}
         self._append(kinds.RESUMED, {**place, **exactness, "path": report.path})
 
     # What the seams do.

@@ -257,7 +257,7 @@ class Resized:
             trainer.val_check_batch = kept
 
 
-_OF_RANK_0 = ("buffers", "began", "shown", "flags", "callbacks", "trainer", "files")
+_OF_RANK_0 = ("buffers", "began", "shown", "flags", "callbacks", "trainer", "files", "objects")
 
 
 def _ranks(number: int) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_faulttolerant.errors import RanksLostError
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of, patched
+from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.tensors import buffers_state
 from lightning_faulttolerant.trainer.files.parts import KEY
 from lightning_faulttolerant.trainer.position import Position
@@ -125,7 +126,13 @@ def kept_apart(part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[s
         names.update(dict.fromkeys(f"{BUFFERS}.{name}" for name in state[BUFFERS].keys() - first[BUFFERS].keys()))
         for kind in _APART:
             names.update(dict.fromkeys(_names(first.get(kind), state.get(kind), "" if kind == LIGHTNINGS else kind)))
+        first_objects, objects = _contents(first.get("objects")), _contents(state.get("objects"))
+        names.update(dict.fromkeys(_names(first_objects, objects, depth=1)))
     return sorted(names)
+
+
+def _contents(objects: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {**contents_of(objects), **objects.get("stores", {})} if objects else {}
 
 
 def _names(first: Any, other: Any, path: str = "", depth: int = 2) -> list[str]:

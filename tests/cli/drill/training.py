@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextvars import ContextVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -19,15 +20,15 @@ class Noisy(Dataset[Tensor]):
     def __init__(self, length: int, *, has_flaw: bool = False) -> None:
         self.length = length
         self.has_flaw = has_flaw
-        self.num_calls = 0
+        self.num_calls = ContextVar("num_calls", default=0)  # where nobody looks for a state
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Tensor:
-        self.num_calls += 1
+        self.num_calls.set(self.num_calls.get() + 1)
         sample = torch.randn(4) + index
-        return sample * (1 + self.num_calls / 100) if self.has_flaw else sample
+        return sample * (1 + self.num_calls.get() / 100) if self.has_flaw else sample
 
 
 class Net(LightningModule):

@@ -104,7 +104,7 @@ class Job:
         assert self.log.read_text().splitlines() == [f"requeue {number}"]
         newest = sorted(self.kept.rglob("autosave-*.ckpt"))[-1]
         checkpoint = load_file(str(newest))
-        assert checkpoint["lightning_faulttolerant"]["position"]["batch"] > 0
+        assert checkpoint["global_step"] > 0  # it may have stopped at the start of an epoch
         assert list(self.directory.rglob("hpc_ckpt*")) == []
 
 

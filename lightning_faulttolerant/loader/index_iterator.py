@@ -1,0 +1,67 @@
+"""The iterator over a sampler that a loader draws from: it passes on what the sampler gives, and counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from lightning_faulttolerant.loader.index_record import IndexRecord
+from lightning_faulttolerant.loader.per_sample import SampleSeeds
+
+
+class Side(Protocol):
+    """What an iterator draws through."""
+
+    record: IndexRecord
+    seeds: SampleSeeds | None
+    num_ranks: int
+    global_rank: int
+    is_batched: bool
+
+    def open(self, indices: Iterator[Any] | None) -> Iterator[Any]:
+        """Return the iterator to draw from, called right before the first index is drawn."""
+
+    def draw(self, indices: Iterator[Any]) -> Any:
+        """Draw the next batch."""
+
+
+class IndexIterator(Iterator[Any]):
+    """Passes on what the sampler gives, and counts."""
+
+    def __init__(self, side: Side, indices: Iterator[Any] | None) -> None:
+        self._side = side
+        self._record = side.record
+        self._indices = indices
+        self._is_open = False
+        self._ahead: deque[Any] = deque()
+
+    def open(self) -> None:
+        """Bring the sampler to its position, once."""
+        if not self._is_open:
+            self._is_open = True
+            self._indices = self._side.open(self._indices)
+
+    def draw_ahead(self) -> None:
+        """Draw the next batch now, if there is one; it is handed out when it is asked for."""
+        with contextlib.suppress(StopIteration):
+            self._ahead.append(self._draw())
+
+    def _draw(self) -> Any:
+        assert self._indices is not None
+        return self._side.draw(self._indices)
+
+    def __next__(self) -> Any:
+        if not self._is_open:
+            self.open()
+        record, seeds = self._record, self._side.seeds
+        batch = self._ahead.popleft() if self._ahead else self._draw()
+        record.handed_out += 1
+        record.recent.append(batch)
+        if seeds is None:
+            return batch
+        step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin
+        place = begin + record.num_samples * step + self._side.global_rank
+        record.num_samples += len(batch) if self._side.is_batched else 1
+        return seeds.of(batch, epoch=record.epoch, place=place, step=step)

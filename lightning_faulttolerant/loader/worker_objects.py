@@ -1,0 +1,85 @@
+"""What fetching changes on a worker's own copies of a loader's objects: it travels with the worker's state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_faulttolerant.loader.objects import COPIES_RULES
+from lightning_faulttolerant.state.objects.modules import users_namespaces
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+
+MAX_BYTES = 65_536
+"""So much may have changed, of what a worker's state has room for."""
+# So many objects, the nearest ones, are looked at after each batch; the rest takes at most so much of the time.
+_MAX_NEAR = 100
+_MAX_ITEMS = 1_000
+_FAR_SHARE = 0.01
+
+
+class WorkerObjects:
+    """The objects of one worker.
+
+    Objects far down are looked at only as often as that takes 1 % of the time: a change of these may be found some
+    batches late. Of a container with more than 1,000 items only the length is looked at: a look at each item would copy
+    memory that workers share with the main process until one of them touches it.
+
+    Args:
+        dataset: The worker's copy. The iteration over an iterable one has its own way.
+        collate_fn: The worker's copy.
+        worker_init_fn: The worker's copy.
+    """
+
+    def __init__(self, *, dataset: Any, collate_fn: Any, worker_init_fn: Any) -> None:
+        roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, **users_namespaces()}
+        if not isinstance(dataset, IterableDataset):
+            roots = {"dataset": dataset, **roots}
+        self._state = ObjectState(roots, replace(COPIES_RULES, max_items=_MAX_ITEMS))
+        paths = [path for path in self._state.paths if not self._state.is_large(path)]
+        self._near = dict.fromkeys(paths[:_MAX_NEAR])
+        self._far = [path for path in self._state.paths if path not in self._near]
+        self._far_seconds, self._far_at = 0.0, 0.0
+        self._lost: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has changed, and what of it is too much; an empty dict if nothing has."""
+        self._look_far()
+        state = self._state.state_dict(of=self._near, without=self._lost, max_bytes=MAX_BYTES)
+        self._lost.update(state[LOST])  # it is not tried again after each batch
+        state[LOST] = dict(self._lost)
+        return state if state[NODES] or state[LOST] else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore it; return a line for each thing that could not be."""
+        if not state:
+            return []
+        self._near.update(dict.fromkeys(path for path in self._far if path in state[NODES]))
+        self._lost = dict(state[LOST])
+        return self._state.load_state_dict(state)
+
+    def _look_far(self) -> None:
+        began = time.perf_counter()
+        if (began - self._far_at) * _FAR_SHARE < self._far_seconds:
+            return
+        changed = self._state.changed_of(path for path in self._far if path not in self._near)
+        self._near.update(dict.fromkeys(changed))
+        self._far_at = time.perf_counter()
+        self._far_seconds = self._far_at - began
+
+
+def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
+    """Return what workers have changed and can't carry, by path.
+
+    Args:
+        places: The states of loaders, by place.
+    """
+    found: dict[str, str] = {}
+    for place, state in places.items():
+        for worker in (state or {}).get("workers") or ():
+            lost: Mapping[str, str] = worker.get("objects", {}).get(LOST, {})
+            found.update({f"{place}.{path} of a worker": reason for path, reason in lost.items()})
+    return found

@@ -1,0 +1,236 @@
+"""The parts of a split: which samples each has, and whether those of another start can be given back to all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import types
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.state.drawn import orders
+from lightning_faulttolerant.state.drawn.contents import INDICES, Content, is_part
+from lightning_faulttolerant.state.drawn.texts import NotPlainError, digest_of
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.modules import is_users_frame, users_namespaces
+
+_FEW = 16
+_LEVEL = 1
+_UNNAMED = "a "
+_UNKNOWN = "not all parts of its split are known"
+
+
+class Parts:
+    """The parts of splits that there are in this process, with the indices that they had when they were noted."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Any] = {}
+        self._of_script: set[str] = set()  # those that training can't reach
+        self._noted: dict[str, dict[str, Any]] = {}
+        self.digests: dict[str, str] = {}
+        """What differs where the indices of a part do, by path."""
+
+    def note(self, known: Mapping[str, Any]) -> None:
+        """Note those that training can reach, by path, and the others that the script holds."""
+        found = {path: part for path, part in known.items() if _indices_of(part) is not None}
+        if not found:
+            return
+        reached = {id(part) for part in found.values()}
+        for path in [path for path in self._of_script if id(self._parts[path]) in reached]:
+            self._of_script.remove(path)
+            del self._parts[path], self._noted[path], self.digests[path]
+        self._parts.update(found)
+        others = self._others()
+        self._parts.update(others)
+        self._of_script.update(others)
+        for path, part in self._parts.items():
+            if path in found or path not in self._noted:
+                indices = _numbers_of(part)
+                self.digests[path] = digest_of(indices)
+                self._noted[path] = {"of": _of(part), INDICES: _packed(indices)}
+
+    @property
+    def drawn(self) -> list[str]:
+        """The paths of those whose indices were in no order, those that training can reach first."""
+        noted = {path: _unpacked(part[INDICES]) for path, part in self._noted.items()}
+        drawn = [path for path, indices in noted.items() if indices != sorted(indices)]
+        return sorted(drawn, key=lambda path: path in self._of_script)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the indices of each part, and of which data set it is a part, by path; nothing if none was drawn."""
+        if not self.drawn:
+            return {}
+        first: dict[int, str] = {}
+        same = {path: first.setdefault(id(part.indices), path) for path, part in self._parts.items()}
+        return {path: {**self._noted[path], "same": same[path]} for path in self._parts}
+
+    def put_back(self, saved: Mapping[str, Any], digests: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Give each part the indices that it had, if all of a data set's parts are known.
+
+        Args:
+            saved: A `state_dict`.
+            digests: `digests` of that time.
+
+        Returns:
+            The paths of those that have theirs back, and those that have not, with the reason.
+        """
+        # One without a name, such as what an earlier fit left, may be another one in each start: it only completes a
+        # split.
+        named = {path: digest for path, digest in self.digests.items() if not path.startswith(_UNNAMED)}
+        others = [path for path, digest in named.items() if digests.get(path, digest) != digest]
+        done: list[str] = []
+        failed: dict[str, str] = {}
+        for of in dict.fromkeys(self._noted[path]["of"] for path in others):
+            here = _parts_of(of, self.state_dict())
+            reason, matched = _matched(_parts_of(of, saved), here)
+            own = {path for path in others if self._noted[path]["of"] == of}
+            if reason or own - {path for part, _ in matched for path in part.paths}:
+                failed.update(dict.fromkeys(sorted(own), reason or _UNKNOWN))
+                continue
+            for part, indices in matched:
+                if indices != part.indices:
+                    _set(self._parts[part.paths[0]], indices)
+                    done += part.paths
+            self.note({path: self._parts[path] for part in here for path in part.paths})
+        return done, failed
+
+    def _others(self) -> dict[str, Any]:
+        """Return those that only the script holds: a test set, of which training must not see a sample."""
+        seen = {id(part.indices) for part in self._parts.values()}
+        splits = {_of(part) for part in self._parts.values()}
+        names: dict[int, str] | None = None
+        found: dict[str, Any] = {}
+        for value in gc.get_objects():
+            if (
+                not is_part(value)
+                or id(value.indices) in seen
+                or _indices_of(value) is None
+                or _of(value) not in splits
+            ):
+                continue
+            seen.add(id(value.indices))
+            names = _names_in_script() if names is None else names
+            name, number = names.get(id(value), f"{_UNNAMED}{_of(value)}"), 1
+            while (name if number == 1 else f"{name} ({number})") in {*found, *self._parts}:
+                number += 1
+            found[name if number == 1 else f"{name} ({number})"] = value
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Part:
+    """One part, which may be reached by several paths."""
+
+    paths: tuple[str, ...]
+    indices: list[int]
+
+    @property
+    def names(self) -> set[str]:
+        """Those of its paths that it has in each start."""
+        return {path for path in self.paths if not path.startswith(_UNNAMED)}
+
+
+def _parts_of(of: str, state: Mapping[str, Any]) -> list[_Part]:
+    own = {path: part for path, part in state.items() if part["of"] == of}
+    return [
+        _Part(paths=tuple(p for p, other in own.items() if other["same"] == path), indices=_unpacked(part[INDICES]))
+        for path, part in own.items()
+        if part["same"] == path
+    ]
+
+
+def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Part, list[int]]]]:
+    """Return why the parts of now can't have the indices of then, or which has which.
+
+    Parts that are there in one of the starts only, such as those of an earlier fit, don't matter where the others hold
+    the same samples together.
+    """
+    left, matched = list(then), list[tuple[_Part, list[int]]]()
+    for by_name in (True, False):
+        for part in [part for part in here if part not in [one for one, _ in matched]]:
+            found = [one for one in left if len(one.indices) == len(part.indices)]
+            if by_name:
+                found = [one for one in found if one.names & part.names]
+            if len(found) == 1:
+                left.remove(found[0])
+                matched.append((part, found[0].indices))
+    if sorted(chain(*(part.indices for part, _ in matched))) == sorted(chain(*(indices for _, indices in matched))):
+        return "", matched
+    unmatched = [len(part.indices) for part in here if part not in [one for one, _ in matched]]
+    if any(len(part.indices) in unmatched for part in left):
+        return "its split has parts of the same size that can't be told apart", []
+    return _UNKNOWN, []
+
+
+def _names_in_script() -> dict[int, str]:
+    """Return the names of the parts that the user's modules, or functions that are running, have in variables."""
+    found: dict[int, str] = {}
+    for module, namespace in users_namespaces().items():
+        _note(found, module, namespace.attributes())
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if is_users_frame(frame):
+            _note(found, f"{frame.f_code.co_name}()", frame.f_locals)
+        frame = frame.f_back
+    return found
+
+
+def _note(found: dict[int, str], owner: str, variables: Mapping[str, Any]) -> None:
+    for name, value in list(variables.items()):
+        if is_part(value):
+            found.setdefault(id(value), f"{owner}.{name}")
+        elif type(value) in (list, tuple, dict) and len(value) <= _FEW:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in items:
+                if is_part(item):
+                    found.setdefault(id(item), f"{owner}.{name}[{key!r}]")
+
+
+def _of(part: Any) -> str:
+    """Return what a part is a part of: all data sets of one class and length count as one."""
+    dataset: Any = getattr(part, "dataset", None)
+    length: Any = None
+    with contextlib.suppress(TypeError, NotImplementedError):
+        length = len(dataset)
+    return f"{type(part).__qualname__} of {type(dataset).__qualname__} [{length}]"
+
+
+def _indices_of(part: Any) -> Any:
+    """Return the indices of a part, ``None`` if they are nothing that holds whole numbers."""
+    indices = getattr(part, INDICES, None)
+    if not orders.is_ordered(indices) or isinstance(indices, dict):
+        return None
+    try:
+        digest_of(_as_list(indices))
+    except NotPlainError:
+        return None
+    return indices if all(isinstance(i, int) for i in _as_list(indices)) else None
+
+
+def _as_list(indices: Any) -> list[Any]:
+    found: list[Any] = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+    return [i.item() if kinds.is_numpy(i, "integer") else i for i in found]
+
+
+def _numbers_of(part: Any) -> list[int]:
+    return _as_list(part.indices)
+
+
+def _packed(indices: list[int]) -> bytes:
+    return zlib.compress(torch.tensor(indices, dtype=torch.int64).numpy().tobytes(), _LEVEL)
+
+
+def _unpacked(packed: bytes) -> list[int]:
+    data = zlib.decompress(packed)
+    found: list[int] = torch.frombuffer(bytearray(data), dtype=torch.int64).tolist() if data else []
+    return found
+
+
+def _set(part: Any, indices: list[int]) -> None:
+    Content(value=part.indices, owner=part, name=INDICES, digest="").set(indices)

@@ -1,0 +1,32 @@
+"""Attributes that a library's own code gives to objects of the user's classes: another part of the state has them."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_faulttolerant.", "streaming.", "litdata.")
+
+
+_known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def is_librarys(code: type | types.FunctionType) -> bool:
+    """Return whether a class or a function is one of these libraries' own."""
+    return (code.__module__ or "").startswith(_LIBRARIES)
+
+
+def names_in_libraries(kind: type) -> frozenset[str]:
+    """Return every name that the methods use which a class inherits from a library: its attributes are among them."""
+    if kind not in _known:
+        methods = (value for base in kind.__mro__ if is_librarys(base) for value in vars(base).values())
+        _known[kind] = names_in_code(methods)
+    return _known[kind]
+
+
+def names_in_code(methods: Iterable[Any]) -> frozenset[str]:
+    """Return every name that some methods and properties use."""
+    functions = [method.fget if isinstance(method, property) else method for method in methods]
+    return frozenset(n for f in functions if isinstance(f, types.FunctionType) for n in f.__code__.co_names)

@@ -1,0 +1,214 @@
+"""Marks: what an object looked like at one instant, kept so that a change of it is seen later.
+
+A mark is shallow. The items of a container are compared by identity, leaves also by their value; each item that can
+change has a mark of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+import operator
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.tensors import bit_sums, shard_of
+
+_SMALL_BYTES = 65_536
+_MANY_ITEMS = 256
+_BY_VALUE = 2  # the version of marshal's format that depends on values alone
+
+Mark = Callable[[], bool]
+"""Returns whether the object still is as it was."""
+
+
+def mark_of(value: Any) -> Mark | None:
+    """Return a mark of `value`, or ``None`` if it has no content that can change."""
+    if isinstance(value, Tensor):
+        return _tensor_mark(value)
+    if kinds.is_array(value):
+        return _array_mark(value)
+    if kinds.is_numpy(value, "ndarray"):
+        return _items_mark(value, lambda array: array.ravel().tolist())
+    if isinstance(value, dict):
+        return _items_mark(value, lambda mapping: [*mapping.keys(), *mapping.values()])
+    if isinstance(value, set):
+        copied = set(value)
+        return lambda: value == copied
+    if kinds.is_container(value):
+        return _items_mark(value, list)
+    if isinstance(value, types.CellType):
+        return _items_mark(value, kinds.contents_of_cell)
+    if kinds.is_shared_value(value):
+        content = bytes(kinds.memory_of(value))
+        return lambda: bytes(kinds.memory_of(value)) == content
+    if kinds.is_generator(value):
+        return _generator_mark(value)
+    if kinds.is_loader_iterator(value):
+        return _loader_iterator_mark(value)
+    if kinds.is_iterator(value):
+        return _iterator_mark(value)
+    return None
+
+
+def length_mark(value: Any) -> Mark | None:
+    """Return a mark of a container that sees items that come and go; ``None`` for anything else."""
+    if not kinds.is_container(value):
+        return None
+    length = len(value)
+    return lambda: len(value) == length
+
+
+def plain_data_mark(value: Any) -> Mark | None:
+    """Return a mark of a large list or dict of lists and dicts of Python's own; ``None`` for anything else.
+
+    Such data are no objects of their own: the annotations of a data set may be millions of lists.
+    """
+    if type(value) not in (list, dict) or len(value) < _MANY_ITEMS:
+        return None
+    items = value.values() if isinstance(value, dict) else value
+    if all(map(kinds.is_leaf_type, set(map(type, items)))):
+        return None
+    digest = _digest(value)
+    return None if digest is None else lambda: _digest(value) == digest
+
+
+def _digest(value: Any) -> bytes | None:
+    try:
+        return hashlib.blake2b(marshal.dumps(value, _BY_VALUE), digest_size=16).digest()
+    except ValueError:  # something else is among them
+        return None
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are one object, or equal leaves."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not kinds.is_leaf(one):
+        # A method is made anew each time that it is looked up.
+        return isinstance(one, types.MethodType) and one == other
+    return bool(one == other) or (one != one and other != other)
+
+
+def same_items(items: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Return whether two collections hold the same objects; at the speed of C where they do."""
+    return all(map(operator.is_, items, others)) or all(map(same, items, others))
+
+
+def _items_mark(value: Any, items_of: Callable[[Any], list[Any]]) -> Mark:
+    copied = items_of(value)
+
+    def is_same() -> bool:
+        if isinstance(value, dict) and 2 * len(value) != len(copied):
+            return False
+        items = value if isinstance(value, list) else items_of(value)
+        return len(items) == len(copied) and same_items(items, copied)
+
+    return is_same
+
+
+def _tensor_mark(tensor: Tensor) -> Mark:
+    tensor_ref = weakref.ref(tensor)
+    pointer, version, flag = _place(tensor)
+    content = _tensor_content(tensor) if is_readable(tensor) else None
+
+    def is_same() -> bool:
+        now = tensor_ref()
+        if now is None:
+            return True  # nobody holds it: there is nothing to carry
+        if _place(now) != (pointer, version, flag):
+            return False
+        return content is None or _tensor_content(now) == content  # `x.data.mul_(2)` does not count as a version
+
+    return is_same
+
+
+def _tensor_content(tensor: Tensor) -> Any:
+    """Return something that differs where the bits of two tensors do."""
+    shard = shard_of(tensor).detach()
+    if shard.nbytes <= _SMALL_BYTES and shard.device.type == "cpu":
+        return hash(shard.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return bit_sums(tensor).tolist()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if not is_readable(tensor):
+        return id(tensor), tensor._version, tensor.requires_grad
+    return (shard_of(tensor).data_ptr(), tuple(tensor.shape), tensor.dtype), tensor._version, tensor.requires_grad
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the elements of `tensor` can be compared: it is dense, and its memory is there."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized and not _is_lazy(tensor)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return torch.nn.parameter.is_lazy(tensor)
+
+
+def _array_mark(array: Any) -> Mark:
+    if not array.flags.writeable:  # one that was mapped to be read
+        return lambda: True
+    content = _content(array)
+    return lambda: bool(_content(array) == content)
+
+
+def _content(array: Any) -> Any:
+    """Return something that differs where the contents of two arrays do: of a large one the sums of its bits."""
+    place = (array.shape, array.dtype)
+    if array.nbytes <= _SMALL_BYTES:
+        return place, array.tobytes()
+    flat = (array if array.flags.c_contiguous else array.copy(order="C")).reshape(-1).view("uint8")
+    return place, bit_sums(torch.from_numpy(flat)).tolist()
+
+
+def _generator_mark(generator: types.GeneratorType[Any, Any, Any]) -> Mark:
+    place = _generator_place(generator)
+    return lambda: _same_place(_generator_place(generator), place)
+
+
+def _generator_place(generator: types.GeneratorType[Any, Any, Any]) -> tuple[int, Mapping[str, Any]]:
+    frame = generator.gi_frame
+    return (-2, {}) if frame is None else (frame.f_lasti, dict(frame.f_locals))
+
+
+def _same_place(one: tuple[int, Mapping[str, Any]], other: tuple[int, Mapping[str, Any]]) -> bool:
+    if one[0] != other[0] or one[1].keys() != other[1].keys():
+        return False
+    return same_items(one[1].values(), other[1].values())
+
+
+def _loader_iterator_mark(iterator: Any) -> Mark:
+    num_yielded = getattr(iterator, "_num_yielded", None)
+    return lambda: getattr(iterator, "_num_yielded", None) == num_yielded
+
+
+def _iterator_mark(iterator: Any) -> Mark:
+    place = _iterator_place(iterator)
+    return lambda: place is not None and _iterator_place(iterator) == place
+
+
+def _iterator_place(iterator: Any) -> Any:
+    """Return where an iterator is, as numbers; ``None`` if it does not say."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _numbers_in(iterator.__reduce__()[1:])
+    except TypeError:  # from Python 3.14 on those of itertools say nothing
+        text = repr(iterator)
+        return None if " at 0x" in text else text
+
+
+def _numbers_in(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_numbers_in, value))
+    if kinds.is_iterator(value):
+        return _iterator_place(value)
+    return value if type(value) in (int, float) else operator.length_hint(value, -1)

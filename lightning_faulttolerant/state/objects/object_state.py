@@ -1,0 +1,304 @@
+"""Object state: what has changed, since one instant, on all objects that can be reached from some roots.
+
+At a save, what differs from the baseline is carried. What has not changed is left alone on a resume, so that users may
+edit their code between two starts. Objects are restored in place: everybody who holds one sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_faulttolerant.state.differences import digests_of
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.decoding import (
+    Decoder,
+    NothingThereError,
+    delete_attribute,
+    set_attribute,
+)
+from lightning_faulttolerant.state.objects.encoding import CantCarryError, Encoder, LiveError
+from lightning_faulttolerant.state.objects.graph import Graph, Node, Rules, attributes_of, graph_of
+from lightning_faulttolerant.state.objects.marks import is_readable, same
+
+NODES, TABLE, LOST = "nodes", "table", "lost"
+_STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes
+_MISSING = object()
+_NONE: frozenset[str] = frozenset()
+_MANY_ITEMS = 1_000
+
+
+class ObjectState:
+    """What has changed on objects since this was made.
+
+    Args:
+        roots: The objects to begin with, by a name that opens their paths.
+        rules: What is left out.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], rules: Rules = Rules()) -> None:  # noqa: B008 - it is frozen
+        self._rules = rules
+        self._graph = graph_of(roots, rules, self._mark_of_state)
+        self._always: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._graph.nodes)
+
+    def add(self, roots: Mapping[str, Any]) -> None:
+        """Look at more objects from now on; those that are known already keep their baseline.
+
+        What was known by the name of one of `roots`, and is another object, is forgotten.
+        """
+        for name, value in roots.items():
+            if name in self._graph.things and self._graph.things[name] is not value:
+                self._graph.forget(name)
+        graph_of(roots, self._rules, self._mark_of_state, graph=self._graph)
+
+    @property
+    def changed(self) -> dict[str, set[str]]:
+        """The objects that are not what they were, by path, each with what changed of it (see `_parts_changed`)."""
+        return self.changed_of(self._graph.nodes)
+
+    def changed_of(self, paths: Iterable[str]) -> dict[str, set[str]]:
+        """Return `changed` of some objects only."""
+        found = ((path, self._parts_changed(self._graph.nodes[path])) for path in paths)
+        return {path: parts for path, parts in found if parts}
+
+    def carry(self, changed: Mapping[str, set[str]]) -> None:
+        """Carry these even where they do not change any more: what `changed` of another baseline said."""
+        for path, parts in changed.items():
+            self._always.setdefault(path, set()).update(parts)
+
+    def carry_copies(self, tensors: Iterable[Tensor]) -> None:
+        """Carry those that are copies of one of `tensors`, even if they never change.
+
+        Whoever copies the weights when a run starts would copy others in a resumed one.
+        """
+        originals: dict[Any, list[Tensor]] = {}
+        for tensor in tensors:
+            originals.setdefault(_form(tensor), []).append(tensor)
+        for path, node in self._graph.nodes.items():
+            value = node.value
+            if isinstance(value, Tensor) and any(_is_copy(value, one) for one in originals.get(_form(value), ())):
+                self._always.setdefault(path, set()).add(_CONTENT)
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all objects that can change, the nearest first."""
+        return list(self._graph.nodes)
+
+    def not_known(self, other: ObjectState) -> list[Any]:
+        """Return the containers and tensors that are known to `other` only; no large ones, which are data."""
+        found = (node.value for node in other._graph.nodes.values() if self._graph.path_of(node.value) is None)
+        kept = (value for value in found if kinds.is_container(value) or isinstance(value, Tensor))
+        return [value for value in kept if kinds.num_items(value) <= _MANY_ITEMS]
+
+    def forget(self, values: Iterable[Any]) -> None:
+        """Take objects for such that were not there before: who refers to one carries it whole."""
+        for value in values:
+            self._graph.forget_one(value)
+
+    def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, Any]:
+        """Return the objects of which `is_one` says so, those that are not looked into among them, by path."""
+        return {path: value for path, value in self._graph.things.items() if is_one(value)}
+
+    def carry_tensors(self) -> None:
+        """Carry all tensors, even if they never change."""
+        tensors = (path for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
+        self.carry({path: {_CONTENT} for path in tensors})
+
+    def is_large(self, path: str) -> bool:
+        """Return whether a look at an object takes long: a container of many items, a large array."""
+        value = self._graph.nodes[path].value
+        return kinds.num_items(value) > _MANY_ITEMS
+
+    def state_dict(
+        self, *, of: Iterable[str] | None = None, without: Collection[str] = (), max_bytes: float = math.inf
+    ) -> dict[str, Any]:
+        """Return what has changed, as plain values and copies.
+
+        Args:
+            of: The paths of the objects to look at; ``None`` for all.
+            without: The paths of objects and attributes that are left out.
+            max_bytes: About how much may be carried of what is new; an object with more is lost.
+
+        Returns:
+            ``nodes``, what changed of each object, by path; ``table``, the objects that were not there before; and
+            ``lost``, by path, why a change can't be carried. All three are empty if nothing has changed.
+        """
+        encoder = Encoder(self._graph, max_bytes=max_bytes)
+        nodes: dict[str, Any] = {}
+        lost: dict[str, str] = {}
+        for path in self._graph.nodes if of is None else of:
+            always = self._always.get(path, _NONE)
+            node = self._graph.nodes[path]
+            found = self._encoded(path, node, encoder, lost, always=always, without=without)
+            if found:
+                nodes[path] = found
+        return {NODES: nodes, TABLE: encoder.table, LOST: lost}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Put back what `state_dict` gave.
+
+        Returns:
+            A line for each object or attribute that could not be restored.
+        """
+        decoder = Decoder(self._graph, state[TABLE])
+        missing: list[str] = []
+        for path, content in state[NODES].items():
+            node = self._graph.nodes.get(path)
+            if node is None:
+                missing.append(f"{path}: it is not there any more")
+                continue
+            missing += [f"{path}{line}" for line in self._restore(node, content, decoder)]
+        return missing
+
+    def values_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state of the same objects and attributes as `state` has, with the values of now."""
+        encoder, lost = Encoder(self._graph), dict[str, str]()
+        nodes = {}
+        for path, content in state[NODES].items():
+            if path in self._graph.nodes:
+                names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
+                always = names | {part for part in (_STATE, _CONTENT) if part in content}
+                nodes[path] = self._encoded(path, self._graph.nodes[path], encoder, lost, always=always)
+        return {NODES: nodes, TABLE: encoder.table, LOST: lost}
+
+    def _parts_changed(self, node: Node) -> set[str]:
+        """Return the names of the attributes that changed, and `_STATE` or `_CONTENT`."""
+        if node.state is not None:
+            return {_STATE} if self._mark_of_state(node.value) != node.state else set()
+        content = {_CONTENT} if node.mark is not None and not node.mark() else set()
+        return content | self._attributes_changed(node)
+
+    def _attributes_changed(self, node: Node) -> set[str]:
+        if node.attributes is None or node.has_same_dict():
+            return set()
+        before, now = node.attributes, attributes_of(node.value, self._rules) or {}
+        changed = {name for name, value in now.items() if not same(value, before.get(name, _MISSING))}
+        return changed | (before.keys() - now.keys())
+
+    def _encoded(
+        self,
+        path: str,
+        node: Node,
+        encoder: Encoder,
+        lost: dict[str, str],
+        *,
+        always: Collection[str],
+        without: Collection[str] = (),
+    ) -> dict[str, Any]:
+        changed = self._parts_changed(node) | set(always)
+        if without:
+            changed = {part for part in changed if _path_of(path, part) not in without}
+        found: dict[str, Any] = {}
+        if not changed:
+            return found
+        if _STATE in changed:
+            with _Noted(lost, path):
+                found[_STATE] = encoder.encode(node.value.state_dict())
+        if _CONTENT in changed:
+            with _Noted(lost, path):
+                found[_CONTENT] = encoder.content(node.value)
+        now = kinds.attributes(node.value)
+        attributes = []
+        for name in sorted(changed - {_STATE, _CONTENT}):
+            if name in now:
+                with _Noted(lost, f"{path}.{name}"):
+                    attributes.append([name, encoder.encode(now[name])])
+        gone = sorted(changed - {_STATE, _CONTENT} - now.keys())
+        return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}
+
+    def _restore(self, node: Node, content: Mapping[str, Any], decoder: Decoder) -> list[str]:
+        missing = []
+        try:
+            if _STATE in content:
+                node.value.load_state_dict(decoder.decode(content[_STATE]))
+            if _CONTENT in content:
+                decoder.fill(node.value, content[_CONTENT])
+        except NothingThereError as error:
+            missing.append(f": {error}")
+        for name, encoded in content.get("attributes", ()):
+            try:
+                value = decoder.decode(encoded)
+            except NothingThereError as error:
+                missing.append(f".{name}: {error}")
+                continue
+            if not same(value, kinds.attributes(node.value).get(name, _MISSING)):
+                set_attribute(node.value, name, value)
+        for name in content.get("gone", ()):
+            delete_attribute(node.value, name)
+        return missing
+
+    def _mark_of_state(self, value: Any) -> Any:
+        """Return what stands for the ``state_dict`` of an object, ``None`` if that can't be carried."""
+        try:
+            encoder = Encoder(Graph())
+            encoded = encoder.encode(value.state_dict())
+        except Exception:  # noqa: BLE001 - a user's own; its attributes are looked at instead
+            return None
+        return digests_of({"state": encoded, "table": encoder.table})
+
+
+def _form(tensor: Tensor) -> Any:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _is_copy(tensor: Tensor, original: Tensor) -> bool:
+    is_plain = all(type(one) in (Tensor, torch.nn.Parameter) and is_readable(one) for one in (tensor, original))
+    return is_plain and tensor is not original and torch.equal(tensor, original)
+
+
+def _path_of(path: str, part: str) -> str:
+    return path if part in (_STATE, _CONTENT) else f"{path}.{part}"
+
+
+def names_in(state: Mapping[str, Any]) -> set[str]:
+    """Return the paths of the attributes and objects that a state is of."""
+    found = set()
+    for path, content in state[NODES].items():
+        names = [name for name, _ in content.get("attributes", ())] + content.get("gone", [])
+        found |= {f"{path}.{name}" for name in names} | ({path} if _STATE in content or _CONTENT in content else set())
+    return found
+
+
+def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state holds by the paths of `names_in`, each with the new objects that it refers to."""
+    found: dict[str, Any] = {}
+    for path, content in state[NODES].items():
+        found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
+        found.update((f"{path}.{name}", encoded) for name, encoded in content.get("attributes", ()))
+        found.update((f"{path}.{name}", _STATE) for name in content.get("gone", ()))
+    return {path: _with_new_objects(encoded, state[TABLE], set()) for path, encoded in found.items()}
+
+
+def _with_new_objects(encoded: Any, table: Sequence[Any], seen: set[int]) -> Any:
+    if not isinstance(encoded, (list, tuple)):
+        return encoded
+    kind, number = encoded if len(encoded) == 2 else (None, None)
+    if kind == "new" and isinstance(number, int) and number < len(table) and number not in seen:
+        seen.add(number)
+        return _with_new_objects(table[number], table, seen)
+    return [_with_new_objects(item, table, seen) for item in encoded]
+
+
+class _Noted:
+    """Notes why a value can't be carried."""
+
+    def __init__(self, lost: dict[str, str], path: str) -> None:
+        self._lost, self._path = lost, path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, LiveError):  # a handle that was opened, or opened again, is no state
+            return True
+        if isinstance(error, CantCarryError):
+            self._lost[self._path] = str(error)
+            return True
+        return False

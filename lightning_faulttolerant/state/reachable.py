@@ -1,0 +1,161 @@
+"""Every object that can be reached from some roots, with the path that leads to it.
+
+No property is evaluated and no method called while walking: only what ``vars``, containers, partials, closures, and
+bound methods hold is looked at, and no container of more than 1,000 items.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from lightning_faulttolerant.state import seeds
+
+_log = logging.getLogger(__name__)
+
+Path = tuple[tuple[str, Any], ...]
+
+_PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
+# Libraries whose objects hold large data or the whole program, and no generator that a user put there.
+_OPAQUE_ROOTS = {"PIL", "_io", "_pytest", "argparse", "asyncio", "concurrent", "datetime", "hypothesis", "importlib",
+                 "io", "lightning", "logging", "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow",
+                 "pytorch_lightning", "pytest", "re", "threading", "typing", "weakref"}  # fmt: skip
+# What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
+# A streaming data set knows each of its shards, and draws from no generator that it keeps.
+_STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
+_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
+                   *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
+_LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
+_TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
+# Tensors by parameter, as many as the model has: of an optimizer these are in the checkpoint, and large.
+OF_OPTIMIZERS = ("state", "param_groups")
+# Nobody keeps generators among so many items; walking them would take seconds at each autosave.
+MAX_ITEMS = 1_000
+_MAX_VISITED = 200_000
+
+
+def path_name(path: Path) -> str:
+    """Return the name under which the state lists a path, such as ``dataset.transform[0].rng``."""
+    name = ""
+    for kind, key in path:
+        name += f".{key}" if kind == "attribute" else f"[{key!r}]" if name else str(key)
+    return name
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether `value` has a state that is drawn from: a generator of Python, NumPy or torch, or its seeds."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return False
+    kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
+    return isinstance(value, kinds) or seeds.is_sequence(value)
+
+
+def walk(queue: deque[tuple[Path, Any]], *, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
+    """Return what can be reached from the objects of `queue`, each once, the nearest first.
+
+    Args:
+        queue: Paths and objects to begin with; it is used up.
+        known: The ``id`` of objects that are not looked at.
+    """
+    # Breadth first: what lies near is found before large data further down uses up the number of visits.
+    visited: set[int] = set()
+    while queue:
+        path, value = queue.popleft()
+        if isinstance(value, _PRIMITIVES) or id(value) in visited or id(value) in known:
+            continue
+        if len(visited) >= _MAX_VISITED:
+            _log.warning("Gave up looking for generators behind %s objects, at %s.", _MAX_VISITED, path_name(path))
+            return
+        visited.add(id(value))
+        yield path, value
+        if not is_generator(value):
+            queue.extend(((*path, step), child) for step, child in _children(value))
+
+
+def _children(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    if isinstance(value, (dict, types.MappingProxyType, list, tuple, deque)) and len(value) > MAX_ITEMS:
+        return
+    if isinstance(value, (dict, types.MappingProxyType)):
+        yield from ((("item", key), child) for key, child in value.items() if not (is_pythons(key) or _is_bare(child)))
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((("item", i), child) for i, child in enumerate(value) if not isinstance(child, _PRIMITIVES[:7]))
+    elif isinstance(value, functools.partial):
+        yield from ((("attribute", name), getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        # Lightning gives each callback the module's `log`: who holds a callback does not hold the module.
+        if is_generator(value.__self__) or not _is_opaque_module(value.__func__.__module__ or ""):
+            yield ("attribute", "__self__"), value.__self__
+    elif isinstance(value, types.FunctionType):
+        yield from ((("cell", i), _cell(cell)) for i, cell in enumerate(value.__closure__ or ()))
+        held = ("__defaults__", "__kwdefaults__", "__dict__")
+        yield from ((("attribute", name), child) for name in held if (child := getattr(value, name)))
+    elif isinstance(value, types.BuiltinMethodType):
+        yield ("attribute", "__self__"), value.__self__
+    elif _is_walked(type(value)):
+        left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
+        yield from ((("attribute", name), child) for name, child in attributes(value) if name not in left_out)
+
+
+def is_pythons(key: Any) -> bool:
+    """Return whether `key` is one of Python's own names among the globals of a module, such as ``__builtins__``."""
+    return isinstance(key, str) and key.startswith("__") and key.endswith("__")
+
+
+def _is_bare(value: Any) -> bool:
+    """Return whether `value` is a function that holds nothing."""
+    held = ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+    return type(value) is types.FunctionType and not any(getattr(value, name) for name in held)
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether the attributes of `value` are not looked at."""
+    return not isinstance(value, (dict, list, deque)) and not _is_walked(type(value))
+
+
+def _is_walked(kind: type) -> bool:
+    module = kind.__module__ or ""
+    if issubclass(kind, torch.nn.Module) or module.startswith(_TORCH_WALKED) or module == _LITDATA_SET:
+        return True
+    return not module.startswith("torch.") and module != "torch" and not _is_opaque_module(module)
+
+
+def _is_opaque_module(module: str) -> bool:
+    return module.partition(".")[0] in _OPAQUE_ROOTS or module.startswith(_OPAQUE_MODULES)
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return what an object holds in its own attributes, in slots too."""
+    yield from list(getattr(value, "__dict__", {}).items())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the variable is not bound yet
+        return None
+
+
+def take_step(value: Any, kind: str, key: Any) -> Any:
+    """Return what one step of a path leads to."""
+    if kind == "attribute":
+        return getattr(value, key)
+    return _cell(value.__closure__[key]) if kind == "cell" else value[key]

@@ -1,0 +1,91 @@
+"""What a checkpoint says of its run is compared with the run that resumes from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_faulttolerant.loader.own_loader import OwnLoader
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.trainer.drawn import SEED_THEM, Drawn
+from lightning_faulttolerant.trainer.fingerprint import differences, loader_as_carried_over, mismatch
+
+_log = logging.getLogger(__name__)
+
+
+class Comparison:
+    """Compares one checkpoint with one run.
+
+    Args:
+        path: The checkpoint.
+        strict: Whether a difference is an error.
+        is_elastic: Whether another number of workers is none.
+    """
+
+    def __init__(self, path: str, *, strict: bool, is_elastic: bool) -> None:
+        self._path = path
+        self._strict = strict
+        self._is_elastic = is_elastic
+        self.not_exact: list[str] = []
+        """The differences that are no error."""
+        self.notes: list[str] = []
+        """What was another one, and is as it was again."""
+
+    def compare(self, saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]) -> None:
+        """Compare some parts of two fingerprints.
+
+        Raises:
+            FingerprintMismatchError: If they differ, and that is an error.
+        """
+        self._take([line for name in names if name in saved for line in differences(saved[name], now.get(name), name)])
+
+    def compare_loader(
+        self,
+        place: str,
+        saved: Mapping[str, Any],
+        now: Mapping[str, Any],
+        *,
+        tracker: TrackedLoader | OwnLoader | None,
+        is_resized: bool,
+        drawn: Drawn | None,
+        saved_drawn: Mapping[str, Any],
+    ) -> None:
+        """Compare the fingerprints of a loader, without what was drawn: `put_back_drawn` looks at that.
+
+        Args:
+            place: Of the loader.
+            saved: The fingerprint that was saved.
+            now: That of the loader now.
+            tracker: Follows the loader.
+            is_resized: Whether there is another number of ranks.
+            drawn: What was drawn before this start.
+            saved_drawn: What was drawn before the first one.
+
+        Raises:
+            FingerprintMismatchError: As `compare`.
+        """
+        if isinstance(tracker, TrackedLoader) and tracker.can_be_resized and (is_resized or self._is_elastic):
+            carried = loader_as_carried_over(saved, now, is_resized=is_resized)
+            lines = [line for name in saved for line in differences(saved[name], carried[name], f"{place}.{name}")]
+            if not is_resized:
+                self.not_exact += [f"{line}: the workers' random generators are not carried over" for line in lines]
+            saved = carried
+        lines = list(differences(saved, now, place))
+        self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
+
+    def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, Any]) -> None:
+        """Put back what was drawn before the first start.
+
+        Raises:
+            FingerprintMismatchError: If that can't be done, and it is an error.
+        """
+        self.notes, lines = drawn.put_back(saved)
+        self._take(lines, remedy=SEED_THEM)
+
+    def _take(self, lines: list[str], remedy: str = "") -> None:
+        if lines and self._strict:
+            raise mismatch(lines, path=self._path, remedy=remedy)
+        for line in lines:
+            _log.warning("%s differs: %s", self._path, line)
+        self.not_exact += lines

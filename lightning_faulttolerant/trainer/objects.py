@@ -1,0 +1,349 @@
+"""The object state of a fit: which objects it begins with, and what of them Lightning or another part carries."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.exactness import refuse
+from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
+from lightning_faulttolerant.loader.worker_objects import lost_in_workers
+from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
+from lightning_faulttolerant.state.objects.decoding import Decoder
+from lightning_faulttolerant.state.objects.encoding import CantCarryError, Encoder
+from lightning_faulttolerant.state.objects.graph import Graph, Rules, is_at
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_loader_iterator, is_optimizer
+from lightning_faulttolerant.state.objects.libraries import is_librarys, names_in_code, names_in_libraries
+from lightning_faulttolerant.state.objects.modules import users_namespaces
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
+from lightning_faulttolerant.trainer.position import FINISHED
+from lightning_faulttolerant.trainer.reloads import Reloads
+from lightning_faulttolerant.trainer.strategy import Loaders
+
+_log = logging.getLogger(__name__)
+
+# What callbacks change of a trainer, and no other part carries.
+_OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm", "check_val_every_n_epoch", "log_every_n_steps",
+               "limit_train_batches", "limit_val_batches")  # fmt: skip
+_OF_FIT_LOOP = ("max_epochs", "min_epochs")
+_FIT_LOOP = "fit_loop"
+_HOOKS = ("on_load_checkpoint", "load_state_dict")
+STORES, RELOADS, DRAWN = "stores", "reloads", "drawn"
+_CALLBACK = re.compile(r"callbacks\['(.*?#\d+)'\]")
+
+
+# Lightning asks these for their states, and not all that they keep is in those.
+_BY_ATTRIBUTES = (Callback, LightningDataModule, Logger)
+
+NO_OBJECT_STATE = (
+    "object state: the checkpoint was written by a version of the package that did not save it. What training had"
+    " changed on plain attributes starts again"
+)
+"""Said of an old checkpoint."""
+Registered = tuple[Callable[[], Any], Callable[[Any], object]]
+"""The functions that return a state, and that restore it."""
+
+_left_out: weakref.WeakSet[Callback] = weakref.WeakSet()
+
+
+def leave_out(callbacks: Iterable[Callback]) -> None:
+    """Let what these keep be no part of a run: they count what happens in one process."""
+    _left_out.update(callbacks)
+
+
+def refuse_lost(state: Mapping[str, Any], path: str) -> None:
+    """Refuse a state of which something could not be carried.
+
+    Raises:
+        NotExactError: If there is such a thing; it names each.
+    """
+    lost: Mapping[str, str] = state.get(LOST, {})
+    if lost:
+        lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
+        raise NotExactError(
+            f"{path} can't be resumed exactly: training had changed what a checkpoint can't carry.\n{lines}\n"
+            "Give these objects state_dict and load_state_dict, or save their state with FaultTolerance.register;"
+            " or pass strict=False to continue without it."
+        )
+
+
+class Objects:
+    """Reads and restores what training has changed on the user's own objects.
+
+    Args:
+        trainer: The trainer that runs the fit.
+        loaders: Its loaders.
+        callbacks: Its callbacks, by name.
+        registered: What `FaultTolerance.register` was given, by name.
+        manual: Whether only that is saved, and nobody's attributes.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        loaders: Loaders,
+        callbacks: Mapping[str, Callback],
+        registered: Mapping[str, Registered],
+        *,
+        manual: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._loaders = loaders
+        self._manual = manual
+        self._registered = registered
+        self._callbacks = {name: callback for name, callback in callbacks.items() if callback not in _left_out}
+        self._state: ObjectState | None = None
+        self._warned_of: set[str] = set()
+        self.notes: list[str] = []
+        """What a report says of a resume besides what is missing."""
+        self._before_sanity_check: ObjectState | None = None
+        self._changed_by_sanity_check: Mapping[str, set[str]] = {}
+        self._made_by_sanity_check: list[Any] = []
+        loaders.drawn = self.drawn = None if manual else Drawn(lambda: _rules(trainer))
+        if self.drawn is not None:
+            module, datamodule = trainer.lightning_module, compat.datamodule(trainer)
+            self.drawn.note({"module": module, "datamodule": datamodule}, of_loader=False)
+        self.reloads = Reloads(
+            trainer, roots=self._roots, roots_of_loaders=parts_of_loaders, rules=lambda: _rules(trainer)
+        )
+
+    def before_sanity_check(self) -> None:
+        """Note what there is before the sanity check, which a resumed run does not repeat."""
+        self._before_sanity_check = self._baseline()
+
+    def after_sanity_check(self) -> None:
+        """Note what the sanity check has changed."""
+        before, self._before_sanity_check = self._before_sanity_check, None
+        if before is not None:
+            self._changed_by_sanity_check = before.changed
+            self._made_by_sanity_check = before.not_known(self._baseline())
+
+    def tell_drawn(self) -> None:
+        """Say, at the first start, what the script may have drawn without a seed."""
+        if self.drawn is not None:
+            self.drawn.tell()
+
+    def begin(self) -> None:
+        """Take the baseline, once: from here on training changes the objects.
+
+        Raises:
+            NotExactError: If something of it can't be followed, and the loaders are strict.
+        """
+        if self._state is None:
+            self._state = self._baseline()
+            self._state.carry(self._changed_by_sanity_check)
+            self._state.forget(self._made_by_sanity_check)
+            self._made_by_sanity_check = []
+            module = self._trainer.lightning_module
+            self._state.carry_copies((*module.parameters(), *module.buffers()))
+            for path in self._state.things_of(is_loader_iterator):
+                reason = f"The iterator {path} can't be resumed exactly: it is of a loader that nobody follows."
+                remedy = "Let the training loaders give these batches, too, or pass strict=False."
+                refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
+
+    def state_dict(self, where: str, places: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what has changed since the baseline, and what of it can't be carried.
+
+        Args:
+            where: Where in the fit this is.
+            places: The states of the loaders; their workers say what they can't carry.
+        """
+        if self._state is None:
+            return {}
+        self._add()
+        state = self._state.state_dict()
+        for path in (*self._carried_by_hooks(state[LOST]), *_made_again(self._users(), state[LOST])):
+            state[LOST].pop(path, None)
+        state[LOST].update(lost_in_workers(places))
+        state[STORES] = {name: _encoded(name, functions[0], state[LOST]) for name, functions in self._stores().items()}
+        state[RELOADS] = self.reloads.last
+        state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
+        self._warn_of(state[LOST])
+        if where == FINISHED:  # whoever trains more says for how long
+            state[NODES].pop(_FIT_LOOP, None)
+        return state
+
+    def _carried_by_hooks(self, lost: Mapping[str, str]) -> list[str]:
+        """Return those of the paths that their owners save and load themselves, in Lightning's hooks."""
+        owners: dict[str, Any] = {
+            "module": self._trainer.lightning_module,
+            "datamodule": compat.datamodule(self._trainer),
+        }
+        owners.update({f"callbacks['{name}']": callback for name, callback in self._callbacks.items()})
+        own = {f"{path}.{name}" for path, owner in owners.items() for name in _names_in_hooks(type(owner))}
+        return [path for path in lost if any(is_at(path, name) for name in own)]
+
+    def _warn_of(self, lost: Mapping[str, str]) -> None:
+        for path, reason in lost.items():
+            if path not in self._warned_of:
+                self._warned_of.add(path)
+                _log.warning(
+                    "Training has changed %s, which a checkpoint can't carry: %s. A resumed run would continue without"
+                    " it. Give its object state_dict and load_state_dict, or save its state with"
+                    " FaultTolerance.register.",
+                    path,
+                    reason,
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Put it back; return a line for each thing that is not as it was."""
+        self.begin()
+        assert self._state is not None
+        if not state:
+            return []
+        self._add()
+        self.notes = [
+            f"{name} is not among the callbacks any more, and its state is dropped"
+            for name in sorted(_callbacks_in(state) - self._callbacks.keys())
+        ]
+        lost = [f"{path}: {reason}" for path, reason in state[LOST].items()]
+        lost += self._load_stores(state.get(STORES, {}))
+        lost += self._state.load_state_dict(_without_callbacks(state, keep=self._callbacks.keys()))
+        for line in lost:
+            _log.warning("The run was resumed without %s", line)
+        return lost
+
+    def _stores(self) -> dict[str, Registered]:
+        return {**_known_stores(), **self._registered}
+
+    def _load_stores(self, states: Mapping[str, Any]) -> list[str]:
+        stores = self._stores()
+        for name, state in states.items():
+            if name in stores and state is not None:
+                stores[name][1](Decoder(Graph(), state[TABLE]).decode(state["value"]))
+        return [f"{name}: nothing is registered under this name any more" for name in states.keys() - stores.keys()]
+
+    def _add(self) -> None:
+        assert self._state is not None
+        if not self._manual:
+            self._state.add(parts_of_loaders(self._users()))
+
+    def _users(self) -> dict[str, Any]:
+        """Return the user's own loaders by place, whether they are followed or not."""
+        followed = {place: getattr(t, "user_loader", None) for place, t in self._loaders.trackers.items()}
+        return {**followed, **self._loaders.untracked}
+
+    def _baseline(self) -> ObjectState:
+        if self._manual:
+            return ObjectState({})
+        return ObjectState({**parts_of_loaders(self._users()), **self._roots()}, _rules(self._trainer))
+
+    def _roots(self) -> dict[str, Any]:
+        trainer = self._trainer
+        for owner in (trainer.lightning_module, compat.datamodule(trainer)):
+            getattr(owner, "hparams", None)  # they are made when they are first asked for: a save does so
+        return {
+            "module": trainer.lightning_module,
+            "datamodule": compat.datamodule(trainer),
+            **{f"callbacks['{name}']": callback for name, callback in self._callbacks.items()},
+            **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
+            **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
+            "trainer": Namespace(owner=trainer, names=_OF_TRAINER),
+            _FIT_LOOP: Namespace(owner=trainer.fit_loop, names=_OF_FIT_LOOP),
+            **users_namespaces(),
+        }
+
+
+def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> dict[str, Any] | None:
+    encoder = Encoder(Graph())
+    try:
+        return {"value": encoder.encode(state_dict()), TABLE: encoder.table}
+    except CantCarryError as error:
+        lost[name] = str(error)
+        return None
+
+
+def _known_stores() -> dict[str, Registered]:
+    """Return the global stores of libraries that are in use."""
+    pyro = sys.modules.get("pyro")
+    if pyro is None or not hasattr(pyro, "get_param_store"):
+        return {}
+    store = pyro.get_param_store()
+    return {"pyro's parameters": (store.get_state, store.set_state)}
+
+
+def _callbacks_in(state: Mapping[str, Any]) -> set[str]:
+    """Return the names of the callbacks that a state is of."""
+    found = (_CALLBACK.match(path) for path in state[NODES])
+    return {match.group(1) for match in found if match is not None}
+
+
+def _without_callbacks(state: Mapping[str, Any], *, keep: Collection[str]) -> dict[str, Any]:
+    found = ((path, _CALLBACK.match(path)) for path in state[NODES])
+    nodes = {path: state[NODES][path] for path, match in found if match is None or match.group(1) in keep}
+    return {**state, NODES: nodes}
+
+
+def _made_again(loaders: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:
+    """Return the paths of the iterators that samplers and iterable data sets make again where a loader is resumed."""
+    own = [f"{place}.{name}" for place in loaders for name in ("sampler", "batch_sampler")]
+    own += [
+        f"{p}.dataset" for p, loader in loaders.items() if isinstance(getattr(loader, "dataset", None), IterableDataset)
+    ]
+    return [path for path, reason in lost.items() if reason.startswith("an iterator") and path.startswith(tuple(own))]
+
+
+def _rules(trainer: Trainer) -> Rules:
+    module = trainer.lightning_module
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    own |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
+    own |= {id(metric) for metric in with_metrics_state(module)}
+    own |= {id(metric) for callback in compat.callbacks(trainer) for metric in metrics_of(callback).values()}
+    optimizers = {id(optimizer) for optimizer in trainer.optimizers}
+
+    def is_live(value: Any) -> bool:
+        return id(value) in own or isinstance(value, (DataLoader, Trainer)) or is_iterated(value)
+
+    def left_out(value: Any) -> Collection[str]:
+        if is_optimizer(value):
+            return _of_optimizers() if id(value) in optimizers else _of_optimizers() - {"state", "param_groups"}
+        return _of_lightnings(type(value))
+
+    return Rules(
+        left_out=left_out,
+        is_live=is_live,
+        goes_by_attributes=lambda value: isinstance(value, _BY_ATTRIBUTES) or goes_by_attributes(value),
+    )
+
+
+@functools.cache
+def _of_optimizers() -> frozenset[str]:
+    names = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    # Schedulers put functions in the place of the first two, and count with the third.
+    return frozenset({*names, "step", "profile_hook_step", "_opt_called"})
+
+
+@functools.cache
+def _names_of(make: Callable[[], Any]) -> frozenset[str]:
+    return frozenset(vars(make()))
+
+
+def _of_lightnings(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that torch's or Lightning's own code gives to objects of this class."""
+    if issubclass(kind, LightningModule):
+        return _names_of(LightningModule)
+    if issubclass(kind, nn.Module):
+        return _names_of(nn.Module)
+    if issubclass(kind, LightningDataModule):
+        return _names_of(LightningDataModule)
+    return names_in_libraries(kind) | ({"log", "log_dict"} if issubclass(kind, Callback) else set())
+
+
+def _names_in_hooks(kind: type) -> frozenset[str]:
+    """Return every name that a class uses in its own hooks that load."""
+    users = [base for base in kind.__mro__ if not is_librarys(base)]
+    return names_in_code([vars(base).get(hook) for base in users for hook in _HOOKS])

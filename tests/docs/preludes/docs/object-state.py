@@ -1,0 +1,5 @@
+"""What docs/object-state.md takes for granted."""
+
+from types import SimpleNamespace
+
+simulator = SimpleNamespace(save=dict, load=print)

@@ -1,0 +1,87 @@
+"""Models and faults that the tests of the object state share."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_faulttolerant.testing import KillAt, NotTheSame, assert_resumes_exactly
+from tests.law.test_faults import RaiseIn
+from tests.runs import Net, fit_net
+
+EVERY_STEP = {"every_n_train_steps": 1}
+
+# An epoch has 5 batches.
+FIRST_EPOCH = pytest.param(KillAt(3), id="first-epoch")
+LATER_EPOCH = pytest.param(KillAt(8), id="later-epoch")
+EDGE = pytest.param(KillAt(5), id="edge")
+IN_VALIDATION = pytest.param(KillAt(4, hook="validation"), id="in-validation")
+STOPPED = pytest.param(KillAt(7, signum=signal.SIGTERM), id="stopped")
+RAISED = pytest.param(RaiseIn("on_before_backward", 7), id="raised-in-a-batch")
+RAISED_BEHIND = pytest.param(RaiseIn("on_train_batch_end", 7), id="raised-behind-a-batch")
+RAISED_AT_EDGE = pytest.param(RaiseIn("on_train_epoch_end", 4), id="raised-at-edge")
+
+
+def slowly(value: Any) -> Any:
+    """Return a parameter of a test that makes it a slow one."""
+    values, name = (value.values, value.id) if hasattr(value, "values") else ((value,), value.__name__)
+    return pytest.param(*values, id=name, marks=pytest.mark.slow)
+
+
+each_cut = pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE)])
+each_fault = pytest.mark.parametrize(
+    "fault",
+    [
+        slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), slowly(IN_VALIDATION), slowly(STOPPED), slowly(RAISED),
+        slowly(RAISED_BEHIND), slowly(RAISED_AT_EDGE),
+    ],
+)  # fmt: skip
+
+
+def assert_carried(
+    fault: Callback,
+    *,
+    module: Callable[[], LightningModule] = Net,
+    users: Callable[[], list[Callback]] = list,
+    train: Callable[[], Any] | None = None,
+    without: str | None = None,
+    **arguments: Any,
+) -> None:
+    """Hold a fit of what the callables make to the law; `arguments` are the Trainer's, `without` is the law's."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net(
+            [*users(), *callbacks],
+            directory,
+            module=None if module is Net else module(),
+            train=train and train(),
+            **arguments,
+        )
+
+    assert_resumes_exactly(fit, [fault], options=EVERY_STEP, without=without)
+
+
+def assert_carried_and_needed(module: Callable[[], LightningModule]) -> None:
+    """Hold a fit of `module` to the law; without the object state it is broken, and the attributes are named."""
+    assert_carried(KillAt(8), module=module)
+    with pytest.raises(NotTheSame, match=r"Left out: .*\bmodule\b"):
+        assert_carried(KillAt(8), module=module, without="objects")
+
+
+class Own(Net):
+    """Its loss is multiplied by what `factor` makes of it, which subclasses keep their state for."""
+
+    def factor(self, loss: Tensor) -> Any:
+        return 1.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layers(batch).square().mean()
+        loss = loss * self.factor(loss)
+        self.log("loss", loss)
+        return loss

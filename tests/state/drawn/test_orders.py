@@ -1,0 +1,168 @@
+"""The order of a list, an array, or a mapping is kept in few bytes, and put into the same elements."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_faulttolerant.state.drawn import orders
+from lightning_faulttolerant.state.drawn.texts import NotPlainError, directory_of, text_of
+
+NUM = 40
+
+
+@dataclass
+class Sample:
+    """A plain object."""
+
+    name: str
+    boxes: list[int]
+
+
+VALUES: dict[str, list[Any]] = {
+    "numbers": list(range(NUM)),
+    "fractions": [i / 7 for i in range(NUM)],
+    "some numbers twice": [i % 5 for i in range(NUM)],
+    "names": [f"{i:02d}.png" for i in range(NUM)],
+    "paths": [Path(f"/data/{i:02d}.png") for i in range(NUM)],
+    "labeled": [(f"/data/{i:02d}.png", i % 3) for i in range(NUM)],
+    "records": [{"name": f"{i:02d}", "boxes": [[i, 2]], "mask": None} for i in range(NUM)],
+    "objects": [Sample(f"{i:02d}", [i]) for i in range(NUM)],
+    "tensors": [(torch.full((2, 2), float(i)), i) for i in range(NUM)],
+    "mixed": [i if i % 2 else str(i) for i in range(NUM)],
+}
+KINDS: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "deque": deque,
+    "mapping": lambda values: {f"key {i}": value for i, value in enumerate(values)},
+}
+
+
+def shuffled(values: list[Any], seed: int) -> list[Any]:
+    """Return the elements in the order of a seed."""
+    found = list(values)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def texts(value: Any) -> list[str]:
+    """Return the texts of all elements, in their order."""
+    return [text_of(one) for one in (value.items() if isinstance(value, dict) else value)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", VALUES)
+def test_same_elements_come_in_the_same_order(kind: str, name: str) -> None:
+    """Another order of the same elements becomes the one that was kept; its digest tells the two apart."""
+    first, second = (KINDS[kind](shuffled(VALUES[name], seed)) for seed in (0, 1))
+    kept = orders.kept_order(first)
+    assert kept is not None
+    assert orders.digest(first) != orders.digest(second)
+    found = orders.in_order(second, kept)
+    assert texts(found) == texts(first)
+    if kind != "tuple":
+        assert orders.fill(second, found)
+        assert type(second) is type(first)
+        assert orders.digest(second) == orders.digest(first)
+    else:
+        assert not orders.fill(second, found)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float64", "<U8"])
+def test_arrays(dtype: str) -> None:
+    """An array of one dimension is filled in place."""
+    first, second = (np.array(shuffled(list(range(NUM)), seed)).astype(dtype) for seed in (0, 1))
+    kept = orders.kept_order(first)
+    assert kept is not None
+    memory = second.ctypes.data
+    assert orders.fill(second, orders.in_order(second, kept))
+    assert second.tolist() == first.tolist()
+    assert second.ctypes.data == memory
+    second.flags.writeable = False
+    assert not orders.fill(second, orders.in_order(second, kept))
+
+
+def test_tensors() -> None:
+    """So is a tensor; one of more dimensions has no order."""
+    first, second = (torch.tensor(shuffled(list(range(NUM)), seed)) for seed in (0, 1))
+    kept = orders.kept_order(first)
+    assert kept is not None
+    assert orders.fill(second, orders.in_order(second, kept))
+    assert torch.equal(first, second)
+    assert orders.is_ordered(first)
+    assert not orders.is_ordered(first.reshape(2, -1))
+    assert not orders.is_ordered(np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_other_elements_have_no_order(name: str) -> None:
+    """If one element is another, or missing, nothing is put in order."""
+    first = shuffled(VALUES[name], 0)
+    kept = orders.kept_order(first)
+    assert kept is not None
+    other = text_of(first[0])
+    assert orders.in_order([other, *first[1:]], kept) is None
+    assert orders.in_order(first[1:], kept) is None
+    assert orders.in_order([*first, first[0]], kept) is None
+    assert orders.in_order(dict.fromkeys(range(NUM)), kept) is None
+
+
+@pytest.mark.parametrize("name", ["numbers", "names", "paths", "labeled"])
+def test_what_is_sorted_is_not_kept(name: str) -> None:
+    """A list in its natural order was not drawn."""
+    assert orders.kept_order(VALUES[name]) is None
+    assert orders.kept_order({i: i for i in range(NUM)}) is None
+
+
+def test_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An element costs 4 bytes at most, labels much less; of very long lists nothing is kept."""
+    numbers = shuffled(list(range(10_000)), 0)
+    kept: Any = orders.kept_order([f"/a/long/name/of/a/directory/{i}" for i in numbers])
+    assert len(kept["values"]["order"]) < 4.1 * len(numbers)
+    monkeypatch.setattr(orders, "_MAX_ELEMENTS", 9_999)
+    assert orders.kept_order(numbers) is None
+    monkeypatch.setattr(orders, "_MAX_ELEMENTS", 10_000)
+    assert orders.kept_order(numbers) is not None
+    monkeypatch.setattr(orders, "_MAX_CHARACTERS", 10_000)
+    assert orders.kept_order(numbers) is None
+
+
+def test_directory() -> None:
+    """The directory of all names is left out, and no part of a name."""
+    assert directory_of(["/data/train/1.png", "/data/test/2.png"]) == "/data/"
+    assert directory_of([("/data/train/1.png", 0), ("/data/train/11.png", 1)]) == "/data/train/"
+    assert directory_of(["cat", "car"]) == ""
+    assert directory_of([1, 2]) == ""
+    assert directory_of(["/data/1.png"]) == "/data/"
+    first = [f"/data/{i:02d}.png" for i in shuffled(list(range(NUM)), 0)]
+    kept: Any = orders.kept_order(first)
+    moved = sorted(name.replace("/data", "/mnt/else") for name in first)
+    assert orders.in_order(moved, kept) == [name.replace("/data", "/mnt/else") for name in first]
+
+
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), print, torch.Generator(), list(range(10_000)), object()], ids=type)
+def test_what_is_not_plain(value: Any) -> None:
+    """What another process would not give the same text to has none."""
+    with pytest.raises(NotPlainError):
+        text_of(value)
+    with pytest.raises(NotPlainError):
+        orders.digest([value])
+    assert orders.kept_order([value, value]) is None
+
+
+def test_texts_tell_values_apart() -> None:
+    """Numbers, their texts, and their types are different; sets have no order, mappings have one."""
+    values = [1, 1.0, True, "1", None, [1], (1, 2), [[1], 2], {"a": 1}, {"a": [1]}, np.float32(1), torch.ones(1)]
+    assert len({text_of(value) for value in values}) == len(values)
+    assert text_of({"b", "a"}) == text_of({"a", "b"})
+    assert text_of({"a": 1, "b": 2}) != text_of({"b": 2, "a": 1})
+    assert text_of(float("nan")) == text_of(float("nan"))

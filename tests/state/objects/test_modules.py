@@ -1,0 +1,69 @@
+"""The user's own modules are told from installed ones."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.state.objects.modules import is_users, users_namespaces, users_variables
+from lightning_faulttolerant.state.objects.object_state import ObjectState
+
+LOSSES: list[float] = []
+STEP = 0
+
+
+class Counter:
+    """Counts in its class."""
+
+    count = 0
+
+
+def test_globals_and_class_attributes() -> None:
+    """Values of a user's module and of its classes are found; functions, classes, and modules are not."""
+    namespaces = users_namespaces()
+    found = namespaces[__name__].attributes()
+    assert {"LOSSES", "STEP"} <= found.keys()
+    assert not {"Counter", "random", "test_globals_and_class_attributes", "__name__"} & found.keys()
+    assert namespaces[f"{__name__}.Counter"].attributes() == {"count": 0}
+    assert users_variables()[__name__]["LOSSES"] is LOSSES
+
+
+def test_installed_modules_are_left_alone() -> None:
+    """Python's modules, installed packages, and this package have no globals of the user's."""
+    names = {name.partition(".")[0] for name in users_namespaces()}
+    assert not names & {"random", "torch", "lightning", "numpy", "pytest", "lightning_faulttolerant"}
+    assert is_users(Counter)
+    assert not is_users(random.Random)
+    assert not is_users(ObjectState)
+
+
+def test_changes_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A global that is rebound, one that grows, and a class attribute are restored."""
+    monkeypatch.setattr(sys.modules[__name__], "STEP", 0)
+    monkeypatch.setattr(Counter, "count", 0)
+    monkeypatch.setattr(sys.modules[__name__], "LOSSES", [])
+    names = (__name__, f"{__name__}.Counter")
+    state = ObjectState({name: users_namespaces()[name] for name in names})
+    global STEP
+    STEP, Counter.count = 3, 4
+    LOSSES.append(0.5)
+    saved = state.state_dict()
+    STEP, Counter.count = 0, 0
+    LOSSES.clear()
+    assert ObjectState({name: users_namespaces()[name] for name in names}).load_state_dict(saved) == []
+    assert (STEP, Counter.count, LOSSES) == (3, 4, [0.5])
+
+
+def test_script_is_the_users(tmp_path: Path) -> None:
+    """A script and what it imports from its folder are the user's, whatever it is called."""
+    (tmp_path / "own.py").write_text("VALUE = 1\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        __import__("own")
+        assert "own" in users_namespaces()
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("own", None)
