@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_faulttolerant.checkpoint.summary import Summary, walk
-from lightning_faulttolerant.cli.part import mapping, part_of, whole_number
+from lightning_faulttolerant.cli.part import mapping, own_mapping, part_of, whole_number
 from lightning_faulttolerant.cli.plain import plain
 
 BLOBS = "blobs"
@@ -56,7 +56,8 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _lost(ranks: list[Any]) -> dict[str, str]:
     """Return what training had changed and the checkpoint can't carry, each with the reason."""
-    found = (mapping(state, *where, "objects", "lost") for state in ranks for where in ((), ("own",)))
+    place = ("objects", "lost")
+    found = (lost for state in ranks for lost in (mapping(state, *place), own_mapping(state, *place)))
     return {str(plain(path)): str(plain(reason)) for lost in found for path, reason in lost.items()}
 
 

@@ -20,6 +20,21 @@ def mapping(value: Any, *names: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def own_mapping(rank: Any, *names: str) -> Mapping[Any, Any]:
+    """Return what another rank than the first holds at a place, without what is as in rank 0's (`state.differences`).
+
+    Args:
+        rank: The state of that rank.
+        names: Keys on the way.
+    """
+    for number, name in enumerate(names):
+        rank = mapping(rank, "own").get(name)
+        if isinstance(rank, list):  # the whole is its own
+            return mapping(rank[0] if rank else None, *names[number + 1 :])
+    own = mapping(rank, "own")
+    return {key: value[0] for key, value in own.items() if isinstance(value, list) and value}
+
+
 def whole_number(value: Any) -> int | None:
     """Return an integer of usual size, None for anything else.
 

@@ -16,7 +16,7 @@ from lightning_faulttolerant.state.objects.object_state import LOST, NODES, Obje
 MAX_BYTES = 65_536
 """So much may have changed, of what a worker's state has room for."""
 # So many objects, the nearest ones, are looked at after each batch; the rest takes at most so much of the time.
-_MAX_NEAR = 100
+_MAX_NEAR = 1_000
 _MAX_ITEMS = 1_000
 _FAR_SHARE = 0.01
 
@@ -40,15 +40,20 @@ class WorkerObjects:
             roots = {"dataset": dataset, **roots}
         self._state = ObjectState(roots, replace(COPIES_RULES, max_items=_MAX_ITEMS))
         paths = [path for path in self._state.paths if not self._state.is_large(path)]
-        self._near = dict.fromkeys(paths[:_MAX_NEAR])
-        self._far = [path for path in self._state.paths if path not in self._near]
+        near = dict.fromkeys(paths[:_MAX_NEAR])
+        self._near = self._state.unchanged(near)
+        self._far = [path for path in self._state.paths if path not in near]
+        self._changing: dict[str, None] = {}
         self._far_seconds, self._far_at = 0.0, 0.0
         self._lost: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has changed, and what of it is too much; an empty dict if nothing has."""
+        self._changing.update(dict.fromkeys(self._near.take_changed()))
         self._look_far()
-        state = self._state.state_dict(of=self._near, without=self._lost, max_bytes=MAX_BYTES)
+        if not self._changing and not self._lost:
+            return {}
+        state = self._state.state_dict(of=self._changing, without=self._lost, max_bytes=MAX_BYTES)
         self._lost.update(state[LOST])  # it is not tried again after each batch
         state[LOST] = dict(self._lost)
         return state if state[NODES] or state[LOST] else {}
@@ -57,7 +62,8 @@ class WorkerObjects:
         """Restore it; return a line for each thing that could not be."""
         if not state:
             return []
-        self._near.update(dict.fromkeys(path for path in self._far if path in state[NODES]))
+        known = {*self._state.paths}
+        self._changing.update(dict.fromkeys(path for path in state[NODES] if path in known))
         self._lost = dict(state[LOST])
         return self._state.load_state_dict(state)
 
@@ -65,8 +71,8 @@ class WorkerObjects:
         began = time.perf_counter()
         if (began - self._far_at) * _FAR_SHARE < self._far_seconds:
             return
-        changed = self._state.changed_of(path for path in self._far if path not in self._near)
-        self._near.update(dict.fromkeys(changed))
+        changed = self._state.changed_of(path for path in self._far if path not in self._changing)
+        self._changing.update(dict.fromkeys(changed))
         self._far_at = time.perf_counter()
         self._far_seconds = self._far_at - began
 

@@ -284,14 +284,13 @@ def _num_batches(events: list[Event]) -> int:
 
 
 def _leave_out(path: Path, part: str) -> set[str]:
-    """Take a part out of a checkpoint; return the attributes that are in no other one."""
+    """Take a part out of a checkpoint; return the attributes that rank 0 has in no other one."""
     checkpoint = load_file(path)
-    found = set()
-    for rank in checkpoint["lightning_faulttolerant"]["ranks"]:
+    ranks = checkpoint["lightning_faulttolerant"]["ranks"]
+    found = names_in(ranks[0][OBJECTS]) if part == OBJECTS and ranks[0].get(OBJECTS) else set()
+    for rank in ranks:
         for held in (rank, rank.get("own", {})):  # of the others it holds what differs from rank 0's
-            state = held.pop(part, None)
-            if part == OBJECTS and state:
-                found |= names_in(state)
+            held.pop(part, None)
     atomic_torch_save(checkpoint, path)
     return found
 

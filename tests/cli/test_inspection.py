@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.cli import contents, part
 from lightning_faulttolerant.cli.plain import plain
+from lightning_faulttolerant.state.differences import difference, digests_of
 from lightning_faulttolerant.trainer.files import parts
 from tests.cli.checkpoints import HYPER_PARAMETERS, call, checkpoint, foreign, save
 from tests.runs import Net, RaiseAt, fit_net
@@ -92,17 +93,18 @@ def test_the_text_says_what_the_file_holds(tmp_path: Path, capsys: Capture) -> N
 def test_what_can_not_be_exact_is_shown(tmp_path: Path, capsys: Capture) -> None:
     """Notes on what a resume from the file would lack stand in the text and in the JSON."""
     lost = {"objects": {"lost": {"module.turns": "an iterator"}}}
+    more = {"objects": {"lost": {"module.turns": "an iterator", "module.rows": "a generator"}}}
+    new = {"objects": {"lost": {"module.file": "a file"}}}
+    others = [difference(more, digests_of(lost)), difference(new, digests_of({}))]
     behind = ["Mine.on_train_batch_end"]
-    path = save(
-        tmp_path / "a.ckpt", checkpoint(inexact=["the hook of Other"], behind=behind, ranks=[lost, {"own": lost}])
-    )
+    path = save(tmp_path / "a.ckpt", checkpoint(inexact=["the hook of Other"], behind=behind, ranks=[lost, *others]))
     lines = [" ".join(line.split()) for line in call(capsys, "inspect", path).lines]
     assert "not exact the hook of Other" in lines
     assert lines.count("without module.turns: an iterator") == 1
     assert "hooks to come Mine.on_train_batch_end" in lines
     shown = json.loads(call(capsys, "inspect", path, "--json").out)["fault_tolerance"]
     assert (shown["inexact"], shown["behind"]) == (["the hook of Other"], behind)
-    assert shown["lost"] == {"module.turns": "an iterator"}
+    assert shown["lost"] == {"module.turns": "an iterator", "module.rows": "a generator", "module.file": "a file"}
 
 
 def test_a_file_without_our_part_says_so_and_shows_the_rest(tmp_path: Path, capsys: Capture) -> None:

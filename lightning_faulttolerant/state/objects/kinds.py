@@ -15,7 +15,7 @@ import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,17 +200,17 @@ def dict_of(value: Any) -> Mapping[str, Any]:
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4_096)
 def has_slots(kind: type) -> bool:
     """Return whether objects of this class hold something outside of a ``__dict__``."""
-    return kind is not Namespace and (next(slots_of(kind), None) is not None or not kind.__dictoffset__)
+    return kind is not Namespace and (bool(slots_of(kind)) or not kind.__dictoffset__)
 
 
-def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
+@functools.lru_cache(maxsize=4_096)
+def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     """Return the slots of a class and its bases, by name."""
-    for base in kind.__mro__:
-        if "__slots__" in vars(base):
-            yield from ((n, s) for n, s in vars(base).items() if isinstance(s, types.MemberDescriptorType))
+    bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 
 
 def has_state_methods(value: Any) -> bool:

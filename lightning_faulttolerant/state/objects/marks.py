@@ -22,7 +22,8 @@ from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.tensors import bit_sums, shard_of
 
 _SMALL_BYTES = 65_536
-_MANY_ITEMS = 256
+MANY_ITEMS = 256
+"""From so many items on, lists and dicts of plain data are one object."""
 _BY_VALUE = 2  # the version of marshal's format that depends on values alone
 
 Mark = Callable[[], bool]
@@ -71,7 +72,7 @@ def plain_data_mark(value: Any) -> Mark | None:
 
     Such data are no objects of their own: the annotations of a data set may be millions of lists.
     """
-    if type(value) not in (list, dict) or len(value) < _MANY_ITEMS:
+    if type(value) not in (list, dict) or len(value) < MANY_ITEMS:
         return None
     items = value.values() if isinstance(value, dict) else value
     if all(map(kinds.is_leaf_type, set(map(type, items)))):

@@ -24,6 +24,7 @@ from lightning_faulttolerant.state.objects.decoding import (
 from lightning_faulttolerant.state.objects.encoding import CantCarryError, Encoder, LiveError
 from lightning_faulttolerant.state.objects.graph import Graph, Node, Rules, attributes_of, graph_of
 from lightning_faulttolerant.state.objects.marks import is_readable, same
+from lightning_faulttolerant.state.objects.unchanged import Unchanged
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
 _STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes
@@ -67,6 +68,11 @@ class ObjectState:
         """Return `changed` of some objects only."""
         found = ((path, self._parts_changed(self._graph.nodes[path])) for path in paths)
         return {path: parts for path, parts in found if parts}
+
+    def unchanged(self, paths: Iterable[str]) -> Unchanged:
+        """Return some objects that have not changed yet, to look at them often."""
+        nodes = {path: self._graph.nodes[path] for path in paths}
+        return Unchanged(nodes, lambda node: bool(self._parts_changed(node)))
 
     def carry(self, changed: Mapping[str, set[str]]) -> None:
         """Carry these even where they do not change any more: what `changed` of another baseline said."""

@@ -1,0 +1,105 @@
+"""Objects that have not changed yet, all compared at once.
+
+A worker looks at its objects after each batch, so a look must cost next to nothing while nothing changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.graph import Node
+from lightning_faulttolerant.state.objects.marks import MANY_ITEMS
+
+_SEQUENCES = (list, deque)
+_MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
+_dict_of = operator.attrgetter("__dict__")
+_values_of = operator.methodcaller("values")
+_EMPTY = object()
+
+
+class Unchanged:
+    """Objects that are what they were when they were noted.
+
+    Their attributes and items are compared by identity, at the speed of C; only where one differs, each object is
+    looked at by itself.
+
+    Args:
+        nodes: The objects, by path.
+        has_changed: Looks at one object by itself.
+    """
+
+    def __init__(self, nodes: Mapping[str, Node], has_changed: Callable[[Node], bool]) -> None:
+        self._nodes = dict(nodes)
+        self._has_changed = has_changed
+        self._note()
+
+    def _note(self) -> None:
+        """Note how all of them look now."""
+        self._one_by_one: list[str] = []
+        self._owners: list[Any] = []
+        self._sequences: list[Any] = []
+        self._mappings: list[Any] = []
+        self._slots: list[Callable[[], Any]] = []
+        for path, node in self._nodes.items():
+            if not self._takes(node):
+                self._one_by_one.append(path)
+        self._noted = self._look()
+
+    def _takes(self, node: Node) -> bool:
+        """Let an object be compared at once with the others, if it can be."""
+        value, kind = node.value, type(node.value)
+        if node.mark is not None:
+            is_plain = node.attributes is None and kind in (*_SEQUENCES, *_MAPPINGS) and len(value) < MANY_ITEMS
+            if is_plain:
+                (self._sequences if kind in _SEQUENCES else self._mappings).append(value)
+            return is_plain
+        if node.raw is not None:
+            self._owners.append(value.owner if kind is kinds.Namespace else value)
+            return True
+        if node.attributes is None or kind is kinds.Namespace:
+            return False
+        if kind.__dictoffset__:
+            self._owners.append(value)
+        self._slots += [partial(slot.__get__, value) for _, slot in kinds.slots_of(kind)]
+        return True
+
+    def _look(self) -> list[list[int]]:
+        dicts = [*map(_dict_of, self._owners), *self._mappings]
+        return [
+            _ids_in(self._slots),
+            [*map(len, dicts), *map(len, self._sequences)],
+            [*map(id, chain.from_iterable(dicts))],
+            [*map(id, chain.from_iterable(map(_values_of, dicts)))],
+            [*map(id, chain.from_iterable(self._sequences))],
+        ]
+
+    def take_changed(self) -> list[str]:
+        """Return the paths of those that have changed, which are none of these from now on."""
+        is_same = self._look() == self._noted
+        paths = self._one_by_one if is_same else list(self._nodes)
+        changed = [path for path in paths if self._has_changed(self._nodes[path])]
+        for path in changed:
+            del self._nodes[path]
+        if changed or not is_same:  # what is equal, but not the same any more, is noted as it is now
+            self._note()
+        return changed
+
+
+def _ids_in(slots: list[Callable[[], Any]]) -> list[int]:
+    try:
+        return [id(slot()) for slot in slots]
+    except AttributeError:
+        return [id(_held(slot)) for slot in slots]
+
+
+def _held(slot: Callable[[], Any]) -> Any:
+    try:
+        return slot()
+    except AttributeError:  # an empty one
+        return _EMPTY
