@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_iterator import IndexIterator
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
 from lightning_faulttolerant.loader.indices import pack_indices
-from lightning_faulttolerant.loader.objects import LoaderObjects
+from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
 from lightning_faulttolerant.loader.skipping import rest_of
@@ -150,7 +150,7 @@ class IndexSide:
         # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
         now = self._start_moment() if self._plan is None else self.moment()
         if self._birth is None and self._has_workers:
-            self._birth = replace(self.moment(), objects=self._objects.of_workers() if self._objects else {})
+            self._birth = replace(self.moment(), objects=self._objects_of_workers(now))
             if self._plan is not None and self._plan.birth is not None:
                 self._birth = self._plan.birth
                 self._go_back_to(self._birth)
@@ -184,14 +184,25 @@ class IndexSide:
         """Return the random states of this instant."""
         return Moment(rng=rng_state(), held=self._held.state_dict(), sampler_epochs=self._epochs())
 
-    def _start_moment(self) -> Moment:
-        """Return those states of this instant that the sampler may draw from when it is started."""
-        objects = self._objects.of_start() if self._objects is not None else {}
+    def _start_moment(self, before: Moment | None = None) -> Moment:
+        """Return those states of this instant that the sampler may draw from when it is started.
+
+        Args:
+            before: A moment since when only torch's own code ran, which changes no objects.
+        """
+        objects = self._objects.of_start() if self._objects is not None and before is None else {}
+        objects = objects if before is None else dict(before.objects)
         if self.may_draw:
             return replace(self.moment(), objects=objects)
         # torch's own samplers draw from torch's generator or from one that they were given.
         held = self._held.state_dict(of=generators_of(self._sampler))
         return Moment(rng=torch_rng_state(), held=held, sampler_epochs=self._epochs(), objects=objects)
+
+    def _objects_of_workers(self, now: Moment) -> Mapping[str, Any]:
+        """Return what had changed on what workers copy, of a moment that may know it already."""
+        if self._objects is None:
+            return {}
+        return self._objects.of_workers() if self._plan is not None or self.is_endless else of_workers_in(now.objects)
 
     def _epochs(self) -> list[Any]:
         return epochs_of(self._samplers_with_epoch())
@@ -241,7 +252,7 @@ class IndexSide:
             plan = None
         if plan is None:
             assert indices is not None
-            record.first = self._start_moment()
+            record.first = self._start_moment(None if self.may_draw else record.start)
             return indices
         if plan.start is None or plan.first is None:
             assert record.start is not None

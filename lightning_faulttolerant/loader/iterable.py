@@ -164,8 +164,8 @@ class IterableSide(IterableDataset[Any]):
             self.record.remembered = plan["remembered"]
             is_known = bool(plan["samples"]) or plan["way"] == _DATASET or plan.get("objects") is not None
             self._expected = None if is_known else plan["remembered"]
-            if not plan["samples"] and plan.get("objects") is not None:
-                self._objects.load_state_dict(plan["objects"])
+            if not plan["samples"]:
+                self._load(plan.get("objects"))
         if plan is not None and plan["samples"] is None:  # between two iterations
             if plan["state"] is not None:
                 self.user_dataset.load_state_dict(plan["state"])
@@ -207,8 +207,7 @@ class IterableSide(IterableDataset[Any]):
         record.source = {_ITERATOR: samples, _DATASET: self.user_dataset}.get(record.way)
         if record.way == _REPLAY:
             self._replay(samples, record)
-        elif record.has_ended:
-            samples = iter(())
+        samples = iter(()) if record.has_ended and record.way != _REPLAY else samples
         self._owed = owed
         if record.num_samples:
             self._put_back()
@@ -236,12 +235,11 @@ class IterableSide(IterableDataset[Any]):
             deque(islice(samples, 1), maxlen=0)
 
     def _differs(self, num_samples: int) -> None:
-        name = type(self.user_dataset).__name__
         message = (
-            f"Begun again from the same random states, the iterable data set {name} gives another sample {num_samples}"
-            " than before: it keeps a state of its own, for instance a counter of epochs in __iter__, or its data"
-            " changed, or was drawn when it was built. Its samples would differ from the uninterrupted run. Give it"
-            " state_dict and load_state_dict, or `set_epoch`, or a seed; or pass strict=False."
+            f"Begun again from the same random states, the iterable data set {type(self.user_dataset).__name__} gives"
+            f" another sample {num_samples} than before: it keeps a state of its own, such as a counter of epochs in"
+            " __iter__, or its data changed, or was drawn when it was built. Its samples would differ from the"
+            " uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -284,20 +282,27 @@ class IterableSide(IterableDataset[Any]):
         """Let the trained module be as it is now, once the samples that followed from what it was are drawn."""
         owed, self._owed = self._owed, []
         for state in owed:
-            self._objects.load_state_dict(state)
+            self._load(state)
+
+    def _load(self, objects: Mapping[str, Any] | None) -> None:
+        for line in self._objects.load_state_dict(objects) if objects else ():
+            self._refuse(f"continues without {line}")
+
+    def _refuse(self, what: str) -> None:
+        name = type(self.user_dataset).__name__
+        refuse(f"The iterable data set {name} {what}", strict=self.strict, not_exact=self.not_exact)
 
     def _remember(self, record: IterableRecord) -> None:
         record.remembered = changed(self._fresh, plain_values(self.user_dataset))
         expected, self._expected = self._expected, None
         if expected is None or expected == record.remembered:
             return
-        name, kept = type(self.user_dataset).__name__, ", ".join(differences(expected, record.remembered))
-        reason = (
-            f"The iterable data set {name} keeps a state of its own from one iteration to the next: {kept}. Begun anew"
+        kept = ", ".join(differences(expected, record.remembered))
+        self._refuse(
+            f"keeps a state of its own from one iteration to the next: {kept}. Started again"
             " in this process, its samples may differ from the uninterrupted run. Give it state_dict and"
             " load_state_dict, or `set_epoch`; or pass strict=False."
         )
-        refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
         """Collate a batch as the user's function does, after noting that all its samples are drawn."""
@@ -346,14 +351,10 @@ class IterableSide(IterableDataset[Any]):
 
     def _restore(self, moment: Moment) -> None:
         set_rng_state(moment.rng)
-        if moment.objects:
-            self._objects.load_state_dict(moment.objects)
+        self._load(moment.objects)
         missing = self._held.load_state_dict(moment.held) if moment.held else []
         if missing:
-            reason = (
-                f"The iterable data set {type(self.user_dataset).__name__} is begun again: {lacks_generators(missing)}"
-            )
-            refuse(reason, strict=self.strict, not_exact=self.not_exact)
+            self._refuse(f"is begun again: {lacks_generators(missing)}")
         for epoch in moment.sampler_epochs:
             self.go_to_epoch(epoch)
 

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_faulttolerant.state.objects.graph import Rules
 from lightning_faulttolerant.state.objects.kinds import has_state_methods, is_shared
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
-from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.walk import Rules
 
 _SAMPLER, _DATASET = "sampler", "dataset"
 _COPIED = ("dataset", "collate_fn", "worker_init_fn")
@@ -69,23 +69,28 @@ class DatasetObjects:
     def at_start(self) -> dict[str, Any]:
         """Return what an iteration that is begun follows from; an empty dict if nothing has changed."""
         state = self._state.state_dict()
-        return state if state[NODES] else {}
+        return state if state[NODES] or state[LOST] else {}
 
     def between(self) -> dict[str, Any] | None:
         """Return what the next iteration follows from; ``None`` if that is part of the trained module's state."""
         return None if self.is_fed else self._state.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what one of these returned."""
-        self._state.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore what one of these returned; return a line for each thing that could not be."""
+        return self._state.load_state_dict(state)
 
     def as_now(self, *states: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what puts back, after `states` were loaded, what training goes on with; nothing if that is theirs."""
+        """Return what puts back, after `states` were loaded, what training uses now; nothing if that is theirs."""
         return [self._state.values_of(state) for state in states if state] if self.is_fed else []
 
 
 def _is_trained(value: Any) -> bool:
     return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
+
+
+def of_workers_in(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `LoaderObjects.of_workers` would have given, of what `of_start` did."""
+    return {name: state for name, state in states.items() if name == _DATASET}
 
 
 class LoaderObjects:
@@ -121,12 +126,12 @@ class LoaderObjects:
         if isinstance(self._dataset, IterableDataset):  # its iteration says
             return {}
         states = {_SAMPLER: self._sampler.state_dict(), **self.of_workers()}
-        return {name: state for name, state in states.items() if state[NODES]}
+        return {name: state for name, state in states.items() if state[NODES] or state[LOST]}
 
     def of_workers(self) -> dict[str, Any]:
         """Return what has changed on what workers copy when they are made."""
         state = self._copied.state_dict()
-        return {_DATASET: state} if state[NODES] else {}
+        return {_DATASET: state} if state[NODES] or state[LOST] else {}
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
         """Restore what `of_start` or `of_workers` returned; return a line for each thing that could not be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from lightning_faulttolerant.loader.objects import COPIES_RULES
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.users import is_global
 
 MAX_BYTES = 65_536
 """So much may have changed, of what a worker's state has room for."""
@@ -40,6 +41,7 @@ class WorkerObjects:
             roots = {"dataset": dataset, **roots}
         self._state = ObjectState(roots, replace(COPIES_RULES, max_items=_MAX_ITEMS))
         paths = [path for path in self._state.paths if not self._state.is_large(path)]
+        paths.sort(key=is_global)  # the loader's own objects come first
         near = dict.fromkeys(paths[:_MAX_NEAR])
         self._near = self._state.unchanged(near)
         self._far = [path for path in self._state.paths if path not in near]
@@ -77,6 +79,39 @@ class WorkerObjects:
         self._far_seconds = self._far_at - began
 
 
+AN_ITERATOR = "an iterator"
+"""How the reason begins why an iterator can't be carried."""
+
+
+def lost_in_loaders(places: Mapping[str, Any]) -> dict[str, str]:
+    """Return what had changed on data sets when iterations, or workers, began, and can't be carried, by path.
+
+    Args:
+        places: The states of loaders, by place.
+    """
+    found: dict[str, str] = {}
+    for place, state in places.items():
+        for objects in _at_moments(state or {}):
+            found.update({f"{place}.{path}": reason for path, reason in objects.get(LOST, {}).items()})
+    return found
+
+
+def _at_moments(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Return what had changed on a data set at each moment that the state of a loader holds."""
+    record, position = state.get("record") or {}, (state.get("iterable") or {}).get("position") or {}
+    for name in ("birth", "start", "first"):
+        yield ((record.get(name) or {}).get("objects") or {}).get("dataset", {})
+    yield from _of_position(position)
+
+
+def _of_position(position: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    moments = (position.get("start") or {}, position.get("first") or {}, position)
+    for objects in (moment.get("objects") or {} for moment in moments):
+        # Iterators are made again where the iteration is begun again, and the samples that come of it are compared.
+        lost = objects.get(LOST, {}).items()
+        yield {LOST: {path: reason for path, reason in lost if not reason.startswith(AN_ITERATOR)}}
+
+
 def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
     """Return what workers have changed and can't carry, by path.
 
@@ -86,6 +121,7 @@ def lost_in_workers(places: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for place, state in places.items():
         for worker in (state or {}).get("workers") or ():
-            lost: Mapping[str, str] = worker.get("objects", {}).get(LOST, {})
-            found.update({f"{place}.{path} of a worker": reason for path, reason in lost.items()})
+            for objects in (worker.get("objects", {}), *_of_position(worker.get("iterable") or {})):
+                lost: Mapping[str, str] = objects.get(LOST, {})
+                found.update({f"{place}.{path} of a worker": reason for path, reason in lost.items()})
     return found

@@ -27,6 +27,7 @@ from lightning_faulttolerant.state.reachable import (
     is_generator,
     is_opaque,
     is_pythons,
+    own_dict,
     path_name,
     take_step,
     walk,
@@ -118,7 +119,7 @@ class HeldGenerators:
         is_container = isinstance(value, (dict, list, deque))
         if isinstance(value, types.FunctionType) or is_opaque(value):
             return  # nobody makes a generator for a function later
-        container = value if is_container else getattr(value, "__dict__", None)
+        container = value if is_container else own_dict(value)
         if isinstance(container, (dict, list, deque)) and len(container) <= MAX_ITEMS:
             left_out = OF_OPTIMIZERS if isinstance(value, torch.optim.Optimizer) else ()
             kind = "item" if is_container else "attribute"

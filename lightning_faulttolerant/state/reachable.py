@@ -136,9 +136,17 @@ def _is_opaque_module(module: str) -> bool:
     return module.partition(".")[0] in _OPAQUE_ROOTS or module.startswith(_OPAQUE_MODULES)
 
 
+def own_dict(value: Any) -> dict[str, Any] | None:
+    """Return the ``__dict__`` of an object as it lies there: no code of its class is asked."""
+    if not type(value).__dictoffset__ or isinstance(value, type):
+        return None
+    found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    return found
+
+
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """Return what an object holds in its own attributes, in slots too."""
-    yield from list(getattr(value, "__dict__", {}).items())
+    yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

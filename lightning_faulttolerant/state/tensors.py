@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-# Prime, so that rows of the usual widths don't fall on the same sums when they change places.
 _NUM_SUMS = 127
+_ROWS_AT_ONCE = 1_024
 _PLAIN = (Tensor, nn.Parameter)
 LAZY = "not made yet"
 """Stands for the shape of a tensor that follows from the first batch, as in torch's lazy modules."""
@@ -247,15 +247,44 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def bit_sums(tensor: Tensor) -> Tensor:
-    """Return sums of a tensor's bits, which differ where its content does, also where elements change places."""
+    """Return sums of a tensor's bits, which differ where its content does, also where elements change places.
+
+    They are taken of rows of words of 4 bytes: the sum of each column, and the sum of the rows' sums, each times the
+    row's number. Two words that change places are in other columns, or in other rows.
+    """
+    words, rest = _words_of(tensor)
+    rows = words[: words.numel() // _NUM_SUMS * _NUM_SUMS].view(-1, _NUM_SUMS)
+    if words.device.type == "cpu" and len(rows) > _ROWS_AT_ONCE:
+        # Words are widened as they are summed: of few rows at a time that stays in the CPU's cache.
+        parts = [_sums_of(part) for part in torch.split(rows, _ROWS_AT_ONCE)]
+        columns, by_row = torch.stack([part for part, _ in parts]).sum(0), torch.cat([part for _, part in parts])
+    else:
+        columns, by_row = _sums_of(rows)
+    weighted = (by_row * torch.arange(1, len(rows) + 1, device=rows.device)).sum(0, keepdim=True)
+    return torch.cat([columns, weighted, words[rows.numel() :], *rest])
+
+
+def _sums_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
+
+
+def _words_of(tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the bits of a tensor as whole words, and the bytes that are left, if there are any."""
     flat: Tensor = shard_of(tensor).detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    flat = flat.view(integer)
-    # One sum alone would miss elements that change places, and ``p.data.neg_()`` where signs are balanced.
-    num_whole = flat.numel() // _NUM_SUMS * _NUM_SUMS
-    sums = flat[:num_whole].reshape(-1, _NUM_SUMS).sum(0, dtype=torch.int64)
-    rest = flat[num_whole:]
-    sums[: rest.numel()] += rest
-    return sums
+    flat = flat.view(torch.uint8)
+    if flat.storage_offset() % 4:
+        flat = flat.clone()
+    num_whole = flat.numel() // 4 * 4
+    if num_whole == flat.numel():
+        return flat.view(torch.int32), []
+    return flat[:num_whole].view(torch.int32), [flat[num_whole:]]
+
+
+def plain_copy(value: Tensor) -> Tensor:
+    """Return a copy of a logged value, as a plain tensor also where a library has a class of its own (MONAI's)."""
+    if type(value).__module__.partition(".")[0] == "torch":
+        return value.detach().clone()
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().clone().as_subclass(Tensor)

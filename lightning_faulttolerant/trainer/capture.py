@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.adapters.pruning import load_shown, shown_s
 from lightning_faulttolerant.trainer.adapters.state import averaged_tensors, callbacks_state, load_callbacks
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.kept_gradients import keeps_gradients
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
 from lightning_faulttolerant.trainer.objects import Objects, Registered
 from lightning_faulttolerant.trainer.param_groups import held_by_groups
@@ -133,15 +134,16 @@ class RunState:
         module = trainer.lightning_module
         self._refresh()
         rng = rng_state()
-        is_accumulating, in_shards = compat.is_accumulating(trainer), saves_shards(trainer.strategy)
-        if is_accumulating:
+        has_gradients = keeps_gradients(trainer) or compat.is_accumulating(trainer)
+        in_shards = saves_shards(trainer.strategy)
+        if has_gradients:
             reshard(trainer)
         loaders = self._loaders.state_dict(in_epoch=self._is_iterating(position))
         return {
             "rng": rng,
             "held": {"objects": self._held.state_dict(), "loaders": self._loaders.held_state()},
             "loaders": loaders,
-            "gradients": gradients_state(module) if is_accumulating else {},
+            "gradients": gradients_state(module) if has_gradients else {},
             # Of a buffer that each rank has whole, the directory of a strategy that shards holds any rank's.
             "buffers": buffers_state(module, persistent=None if in_shards else False),
             "shown": shown_state(module),

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_faulttolerant.loader.own_loader import OwnLoader
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.trainer.drawn import SEED_THEM, Drawn
+from lightning_faulttolerant.trainer.drawn import SEED_THEM, Drawn, Outcome
 from lightning_faulttolerant.trainer.fingerprint import differences, loader_as_carried_over, mismatch
+from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +76,19 @@ class Comparison:
         self._take([line for line in lines if drawn is None or not drawn.covers(saved_drawn, line)])
 
     def put_back_drawn(self, drawn: Drawn, saved: Mapping[str, Any]) -> None:
-        """Put back what was drawn before the first start.
+        """Put back what was drawn before the first start, and in loaders that are set up later, too.
 
         Raises:
-            FingerprintMismatchError: If that can't be done, and it is an error.
+            FingerprintMismatchError: If that can't be done, and it is an error; later, where such a loader is set up.
         """
-        self.notes, lines = drawn.put_back(saved)
-        self._take(lines, remedy=SEED_THEM)
+        outcome = drawn.put_back(saved, self._take_late)
+        self.notes = outcome.notes
+        self._take(outcome.differences, remedy=SEED_THEM)
+
+    def _take_late(self, outcome: Outcome) -> None:
+        for note in outcome.notes:  # the report is there already
+            tell(f"After the resume, {note}")
+        self._take(outcome.differences, remedy=SEED_THEM)
 
     def _take(self, lines: list[str], remedy: str = "") -> None:
         if lines and self._strict:

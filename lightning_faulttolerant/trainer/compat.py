@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.trainer import call
@@ -230,13 +230,6 @@ def lift_step_limit(trainer: Trainer) -> Callable[[], None]:
     return put_back
 
 
-def _keeps_gradients(module: LightningModule) -> bool:
-    # What a manual step, or an overridden one, keeps in its gradients is its own affair.
-    hooks = ("optimizer_zero_grad", "optimizer_step", "backward")
-    overridden = any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks)
-    return overridden or not module.automatic_optimization
-
-
 def step_fetches(trainer: Trainer) -> bool:
     """Return whether the module's ``training_step`` takes the ``dataloader_iter`` and fetches by itself."""
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
@@ -378,8 +371,6 @@ def set_seen_validation_batches(trainer: Trainer, seen: Mapping[int, int]) -> No
 
 def is_accumulating(trainer: Trainer) -> bool:
     """Return whether gradients of an unfinished accumulation window are held at this boundary."""
-    if _keeps_gradients(trainer.lightning_module):
-        return True
     epoch_loop = trainer.fit_loop.epoch_loop
     return epoch_loop.batch_progress.current.ready > 0 and epoch_loop._should_accumulate()
 

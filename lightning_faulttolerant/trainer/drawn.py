@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.state.drawn import orders
 from lightning_faulttolerant.state.drawn.contents import Contents, contents_of
+from lightning_faulttolerant.state.drawn.keys import elements_of, is_sorted_by_name
+from lightning_faulttolerant.state.drawn.samples import may_be_samples
 from lightning_faulttolerant.state.drawn.splits import Parts
-from lightning_faulttolerant.state.objects.graph import Rules, is_at
+from lightning_faulttolerant.state.objects.graph import is_at
+from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer.telling import tell
 
 _DIGESTS, _NUMBERS, _ORDERS, _PARTS = "digests", "numbers", "orders", "parts"
@@ -28,6 +32,19 @@ SEED_THEM = (
 """What to do where it is another one."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of putting back what was drawn.
+
+    Args:
+        notes: A line for each thing that is as it was, and for each that differs without being drawn.
+        differences: A line for each that is not as it was, with both values.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+
 class Drawn:
     """Keeps what was drawn before the first start, and puts it back in later ones.
 
@@ -37,62 +54,79 @@ class Drawn:
 
     def __init__(self, rules: Callable[[], Rules]) -> None:
         self._rules = rules
-        self._contents = Contents(lists={}, numbers={}, parts={})
+        self._contents = Contents(lists={}, numbers={}, parts={}, datasets={})
         self._orders: dict[str, tuple[str, Any]] = {}
         self._parts = Parts()
         self._loaders: set[str] = set()
+        self._module: Any = None
+        self._saved: Mapping[str, Any] = {}
+        self._take_late: Callable[[Outcome], None] = lambda outcome: None
 
     def note(self, roots: Mapping[str, Any], *, of_loader: bool) -> None:
-        """Note what objects hold before training changes it.
+        """Note what objects hold before training changes it; a loader that comes late gets its own back at once.
 
         Args:
             roots: The objects to begin with, by name.
             of_loader: Whether a loader consists of them: what can't be put back there is refused.
         """
+        is_late = of_loader and bool(self._saved) and not roots.keys() <= self._loaders
+        self._module = roots.get("module", self._module)
         if of_loader:
             self._loaders.update(roots)
         found = contents_of(roots, self._rules())
-        self._contents.lists.update(found.lists)
         self._contents.numbers.update(found.numbers)
+        self._contents.datasets.update(found.datasets)
+        known = {id(one.value): self._orders[path] for path, one in self._contents.lists.items()}
+        # What could be reached before was put back before, and training may have changed it since.
+        new = {path for path, one in found.lists.items() if id(one.value) not in known}
+        new |= {path for path, part in found.parts.items() if not self._parts.has(part)}
         for path, content in found.lists.items():
-            if self._orders.get(path, ("", None))[0] != content.digest:
-                self._orders[path] = (content.digest, orders.kept_order(content.value))
+            digest, order = known.get(id(content.value), self._orders.get(path, ("", None)))
+            if digest != content.digest:
+                order = orders.kept_order(content.value)
+            known[id(content.value)] = self._orders[path] = (content.digest, order)
+        self._contents.lists.update(found.lists)
         self._parts.note(found.parts)
+        # Loaders that are made again in each epoch are drawn again in training, as in the uninterrupted run.
+        if is_late and not _makes_loaders_again(self._module):
+            self._take_late(self._compare(new))
 
     def tell(self) -> None:
         """Say what may have been drawn without a seed, at the first start of a run."""
         if not _has_seed():
             lists = self._contents.lists
-            permuted = [p for p, order in self._kept_orders().items() if order and _is_permuted(lists[p].value)]
-            _tell_of([*self._parts.drawn, *permuted])
+            kept = [path for path in self._kept_orders() if self._may_be_samples(path)]
+            _tell_of([*self._parts.drawn, *(path for path in kept if _is_permuted(lists[path].value))])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was noted."""
         return {
             _DIGESTS: {**self._digests(), **self._parts.digests},
-            _NUMBERS: self._contents.numbers,
+            _NUMBERS: dict(self._contents.numbers),
             _ORDERS: self._kept_orders(),
             _PARTS: self._parts.state_dict(),
         }
 
-    def put_back(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def put_back(self, saved: Mapping[str, Any], take_late: Callable[[Outcome], None]) -> Outcome:
         """Give the objects of this start what those of the first one had, where they hold the same elements.
 
         Args:
             saved: A `state_dict` of the first start.
-
-        Returns:
-            A line for each thing that has it back, and one for each that has not, with both values.
+            take_late: Is given what came of it for a loader that is set up later.
         """
-        if not saved:
-            return [], []
-        digests = saved[_DIGESTS]
-        now = dict(self._parts.digests)
+        self._saved, self._take_late = saved, take_late
+        return self._compare(saved[_DIGESTS].keys()) if saved else Outcome()
+
+    def _compare(self, paths: Collection[str]) -> Outcome:
+        saved = self._saved
+        digests = {path: digest for path, digest in saved[_DIGESTS].items() if path in paths}
+        now = {**self._digests(), **self._parts.digests}
         split, failed = self._parts.put_back(saved[_PARTS], digests)
-        ordered, others = self._put_in_order(saved)
+        ordered, others = self._put_in_order(digests, saved[_ORDERS])
         done = [*split, *ordered]
-        refused = [path for path in others if done or any(is_at(path, root) for root in self._loaders)]
-        lines = [_line(path, digests[path], self._contents.lists[path].digest) for path in refused]
+        of_loaders = [path for path in others if _is_below(path, self._loaders)]
+        refused = others if done else [path for path in of_loaders if self._may_be_samples(path)]
+        lines = [_line(path, digests[path], now[path]) for path in refused]
         lines += [f"{_line(path, digests[path], now[path])}; {reason}" for path, reason in failed.items()]
         if done:
             numbers = self._contents.numbers
@@ -101,7 +135,16 @@ class Drawn:
                 for path, text in saved[_NUMBERS].items()
                 if numbers.get(path, text) != text
             ]
-        return [f"{path}: {_OF_FIRST}" for path in done], lines
+        notes = [f"{path}: {_OF_FIRST}" for path in done]
+        notes += [f"{_line(p, digests[p], now[p])}{_NO_SAMPLES}" for p in of_loaders if p not in refused]
+        return Outcome(notes=notes, differences=lines)
+
+    def _may_be_samples(self, path: str) -> bool:
+        """Return whether a list may hold the samples of the data sets that it is next to, or something of each."""
+        place = path.partition(".")[0]
+        datasets = self._contents.datasets
+        near = [dataset for other, dataset in datasets.items() if is_at(other, place)] or list(datasets.values())
+        return may_be_samples(self._contents.lists[path].value, near)
 
     def covers(self, saved: Mapping[str, Any], line: str) -> bool:
         """Return whether a difference of two fingerprints is one that `put_back` looks at, too."""
@@ -116,14 +159,14 @@ class Drawn:
     def _kept_orders(self) -> dict[str, Any]:
         return {path: order for path, (_, order) in self._orders.items() if order is not None}
 
-    def _put_in_order(self, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def _put_in_order(self, digests: Mapping[str, str], saved_orders: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the paths of what is in its order again, and of what holds other elements."""
         done, others = [], []
         for path, content in self._contents.lists.items():
-            digest = saved[_DIGESTS].get(path, content.digest)
+            digest = digests.get(path, content.digest)
             if digest == content.digest:
                 continue
-            kept = saved[_ORDERS].get(path)
+            kept = saved_orders.get(path)
             elements = None if kept is None else orders.in_order(content.value, kept)
             if elements is None:
                 others.append(path)
@@ -136,6 +179,7 @@ class Drawn:
 
 
 _OF_FIRST = "as the first start drew it"
+_NO_SAMPLES = "; it differs from the first start, but is too short to hold the samples"
 _INDICES = ".indices"
 _PART_OF_CONCAT = re.compile(r"\.parts\.(\d+)")
 
@@ -157,11 +201,28 @@ def _has_seed() -> bool:
     return torch.initial_seed() < _MAX_SEED or bool(os.environ.get("PL_GLOBAL_SEED"))
 
 
+def _is_below(path: str, roots: Collection[str]) -> bool:
+    return any(is_at(path, root) for root in roots)
+
+
+def _makes_loaders_again(module: Any) -> bool:
+    """Return whether the trainer of a module asks for loaders again in later epochs."""
+    with contextlib.suppress(AttributeError, RuntimeError):  # it has no trainer
+        return bool(module.trainer.reload_dataloaders_every_n_epochs)
+    return False
+
+
 def _is_permuted(value: Any) -> bool:
-    """Return whether no element comes twice: labels do, names of files and numbers of samples do not."""
-    elements = list(value.values()) if isinstance(value, dict) else list(value)
+    """Return whether this looks like something shuffled: no element comes twice, as names and numbers of samples do.
+
+    Labels come twice. Sentences come in the order in which they were read, and so do names that a program has listed.
+    """
+    elements = list(value.values()) if isinstance(value, dict) else elements_of(value)
+    if is_sorted_by_name(list(value) if isinstance(value, dict) else elements):
+        return False
     texts = {str(element) for element in elements}
-    return len(texts) == len(elements) and not any(isinstance(element, float) for element in elements)
+    is_text = any(isinstance(element, float) or (isinstance(element, str) and " " in element) for element in elements)
+    return len(texts) == len(elements) and not is_text
 
 
 def _tell_of(drawn: list[str]) -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSamp
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.loader.hugging_face import drawn_orders, is_hugging_face
 from lightning_faulttolerant.loader.sampler_name import inner_sampler, sampler_name
+from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
@@ -180,7 +181,7 @@ def _dataset(dataset: Any, depth: int = 0) -> dict[str, Any]:
         found["parts"] = {str(i): _dataset(part, depth + 1) for i, part in enumerate(dataset.datasets)}
     if is_hugging_face(dataset):
         return {**found, **{name: _digest_list(values) for name, values in drawn_orders(dataset).items()}}
-    for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
+    for name, value in sorted((own_dict(dataset) or {}).items()):
         if isinstance(value, Dataset) and depth < _DEPTH:
             found[name] = _dataset(value, depth + 1)
         elif _is_array(value):

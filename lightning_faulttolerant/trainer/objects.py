@@ -19,20 +19,25 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
-from lightning_faulttolerant.loader.worker_objects import lost_in_workers
+from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.decoding import Decoder
-from lightning_faulttolerant.state.objects.encoding import CantCarryError, Encoder
-from lightning_faulttolerant.state.objects.graph import Graph, Rules, is_at
-from lightning_faulttolerant.state.objects.kinds import Namespace, is_loader_iterator, is_optimizer
+from lightning_faulttolerant.state.objects.encoding import Encoder
+from lightning_faulttolerant.state.objects.graph import Graph, is_at
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_loader_iterator, is_optimizer, once_per_kind
 from lightning_faulttolerant.state.objects.libraries import is_librarys, names_in_code, names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError
+from lightning_faulttolerant.state.objects.users import is_global
+from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
+from lightning_faulttolerant.trainer.holders import functions_of, names_of_trainers
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.reloads import Reloads
-from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
+from lightning_faulttolerant.trainer.structure import Structure, made_at_epoch_start
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +70,14 @@ def leave_out(callbacks: Iterable[Callback]) -> None:
     _left_out.update(callbacks)
 
 
-def refuse_lost(state: Mapping[str, Any], path: str) -> None:
-    """Refuse a state of which something could not be carried.
+def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
+    """Refuse a state of which something could not be carried, if that is `strict`.
 
     Raises:
         NotExactError: If there is such a thing; it names each.
     """
     lost: Mapping[str, str] = state.get(LOST, {})
-    if lost:
+    if lost and strict:
         lines = "\n".join(f"  - {name}: {reason}" for name, reason in lost.items())
         raise NotExactError(
             f"{path} can't be resumed exactly: training had changed what a checkpoint can't carry.\n{lines}\n"
@@ -107,6 +112,7 @@ class Objects:
         self._registered = registered
         self._callbacks = {name: callback for name, callback in callbacks.items() if callback not in _left_out}
         self._state: ObjectState | None = None
+        self._structure: Structure | None = None
         self._warned_of: set[str] = set()
         self.notes: list[str] = []
         """What a report says of a resume besides what is missing."""
@@ -123,14 +129,14 @@ class Objects:
 
     def before_sanity_check(self) -> None:
         """Note what there is before the sanity check, which a resumed run does not repeat."""
-        self._before_sanity_check = self._baseline()
+        self._before_sanity_check = self._state_of(self._roots)
 
     def after_sanity_check(self) -> None:
         """Note what the sanity check has changed."""
         before, self._before_sanity_check = self._before_sanity_check, None
         if before is not None:
             self._changed_by_sanity_check = before.changed
-            self._made_by_sanity_check = before.not_known(self._baseline())
+            self._made_by_sanity_check = before.not_known(self._roots()) if not self._manual else []
 
     def tell_drawn(self) -> None:
         """Say, at the first start, what the script may have drawn without a seed."""
@@ -149,8 +155,11 @@ class Objects:
             self._state.forget(self._made_by_sanity_check)
             self._made_by_sanity_check = []
             module = self._trainer.lightning_module
+            self._structure = None if self._manual else Structure(module)
             self._state.carry_copies((*module.parameters(), *module.buffers()))
             for path in self._state.things_of(is_loader_iterator):
+                if is_global(path):
+                    continue  # the script may have looked at a batch; it is named if training draws from it
                 reason = f"The iterator {path} can't be resumed exactly: it is of a loader that nobody follows."
                 remedy = "Let the training loaders give these batches, too, or pass strict=False."
                 refuse(f"{reason} {remedy}", strict=self._loaders.strict, not_exact=self._loaders.not_exact)
@@ -166,10 +175,14 @@ class Objects:
             return {}
         self._add()
         state = self._state.state_dict()
+        state[LOST].update(lost_in_loaders(places))
         for path in (*self._carried_by_hooks(state[LOST]), *_made_again(self._users(), state[LOST])):
             state[LOST].pop(path, None)
         state[LOST].update(lost_in_workers(places))
-        state[STORES] = {name: _encoded(name, functions[0], state[LOST]) for name, functions in self._stores().items()}
+        state[LOST].update(self._not_made_again())
+        state[STORES] = {
+            name: _encoded(name, functions[0], state[LOST]) for name, functions in self._registered.items()
+        }
         state[RELOADS] = self.reloads.last
         state[DRAWN] = self.drawn.state_dict() if self.drawn is not None else {}
         self._warn_of(state[LOST])
@@ -177,14 +190,25 @@ class Objects:
             state[NODES].pop(_FIT_LOOP, None)
         return state
 
-    def _carried_by_hooks(self, lost: Mapping[str, str]) -> list[str]:
-        """Return those of the paths that their owners save and load themselves, in Lightning's hooks."""
+    def _not_made_again(self) -> dict[str, str]:
+        """Return what a new process would lack, because what has made it is not called again."""
+        assert self._state is not None
+        skipped = made_at_epoch_start(self._owners())
+        live = {path: reason for path, reason in self._state.live.items() if path in skipped}
+        found = {path: f"{reason}, and a resume in an epoch does not call the hook" for path, reason in live.items()}
+        return {**found, **(self._structure.lost() if self._structure is not None else {})}
+
+    def _owners(self) -> dict[str, Any]:
         owners: dict[str, Any] = {
             "module": self._trainer.lightning_module,
             "datamodule": compat.datamodule(self._trainer),
         }
         owners.update({f"callbacks['{name}']": callback for name, callback in self._callbacks.items()})
-        own = {f"{path}.{name}" for path, owner in owners.items() for name in _names_in_hooks(type(owner))}
+        return owners
+
+    def _carried_by_hooks(self, lost: Mapping[str, str]) -> list[str]:
+        """Return those of the paths that their owners save and load themselves, in Lightning's hooks."""
+        own = {f"{path}.{name}" for path, owner in self._owners().items() for name in _names_in_hooks(type(owner))}
         return [path for path in lost if any(is_at(path, name) for name in own)]
 
     def _warn_of(self, lost: Mapping[str, str]) -> None:
@@ -217,15 +241,17 @@ class Objects:
             _log.warning("The run was resumed without %s", line)
         return lost
 
-    def _stores(self) -> dict[str, Registered]:
-        return {**_known_stores(), **self._registered}
-
     def _load_stores(self, states: Mapping[str, Any]) -> list[str]:
-        stores = self._stores()
+        stores = self._registered
         for name, state in states.items():
             if name in stores and state is not None:
                 stores[name][1](Decoder(Graph(), state[TABLE]).decode(state["value"]))
         return [f"{name}: nothing is registered under this name any more" for name in states.keys() - stores.keys()]
+
+    def look_again(self) -> None:
+        """Take the baseline of loaders that came since, before anything is drawn from them."""
+        if self._state is not None:
+            self._add()
 
     def _add(self) -> None:
         assert self._state is not None
@@ -235,25 +261,29 @@ class Objects:
     def _users(self) -> dict[str, Any]:
         """Return the user's own loaders by place, whether they are followed or not."""
         followed = {place: getattr(t, "user_loader", None) for place, t in self._loaders.trackers.items()}
-        return {**followed, **self._loaders.untracked}
+        users = {**followed, **self._loaders.untracked}
+        # What several share has the training's path: a resumed run has no sanity check, which makes others first.
+        return dict(sorted(users.items(), key=lambda item: not item[0].startswith(f"{TRAIN}/")))
 
     def _baseline(self) -> ObjectState:
-        if self._manual:
-            return ObjectState({})
-        return ObjectState({**parts_of_loaders(self._users()), **self._roots()}, _rules(self._trainer))
+        return self._state_of(lambda: {**parts_of_loaders(self._users()), **self._roots()})
+
+    def _state_of(self, roots: Callable[[], Mapping[str, Any]]) -> ObjectState:
+        return ObjectState({}) if self._manual else ObjectState(roots(), _rules(self._trainer))
 
     def _roots(self) -> dict[str, Any]:
-        trainer = self._trainer
-        for owner in (trainer.lightning_module, compat.datamodule(trainer)):
+        trainer, owners = self._trainer, self._owners()
+        for owner in (owners["module"], owners["datamodule"]):
             getattr(owner, "hparams", None)  # they are made when they are first asked for: a save does so
         return {
-            "module": trainer.lightning_module,
-            "datamodule": compat.datamodule(trainer),
-            **{f"callbacks['{name}']": callback for name, callback in self._callbacks.items()},
+            **owners,
             **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
+            **functions_of(trainer, self._callbacks),
             "trainer": Namespace(owner=trainer, names=_OF_TRAINER),
+            "trainer's own": Namespace(owner=trainer),
             _FIT_LOOP: Namespace(owner=trainer.fit_loop, names=_OF_FIT_LOOP),
+            **_known_stores(),
             **users_namespaces(),
         }
 
@@ -267,13 +297,10 @@ def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> 
         return None
 
 
-def _known_stores() -> dict[str, Registered]:
+def _known_stores() -> dict[str, Any]:
     """Return the global stores of libraries that are in use."""
-    pyro = sys.modules.get("pyro")
-    if pyro is None or not hasattr(pyro, "get_param_store"):
-        return {}
-    store = pyro.get_param_store()
-    return {"pyro's parameters": (store.get_state, store.set_state)}
+    pyro: Any = sys.modules.get("pyro")
+    return {"pyro's parameters": pyro.get_param_store()} if hasattr(pyro, "get_param_store") else {}
 
 
 def _callbacks_in(state: Mapping[str, Any]) -> set[str]:
@@ -294,7 +321,7 @@ def _made_again(loaders: Mapping[str, Any], lost: Mapping[str, str]) -> list[str
     own += [
         f"{p}.dataset" for p, loader in loaders.items() if isinstance(getattr(loader, "dataset", None), IterableDataset)
     ]
-    return [path for path, reason in lost.items() if reason.startswith("an iterator") and path.startswith(tuple(own))]
+    return [path for path, reason in lost.items() if reason.startswith(AN_ITERATOR) and path.startswith(tuple(own))]
 
 
 def _rules(trainer: Trainer) -> Rules:
@@ -309,6 +336,8 @@ def _rules(trainer: Trainer) -> Rules:
         return id(value) in own or isinstance(value, (DataLoader, Trainer)) or is_iterated(value)
 
     def left_out(value: Any) -> Collection[str]:
+        if isinstance(value, Namespace):
+            return names_of_trainers() if value.owner is trainer and value.names is None else ()
         if is_optimizer(value):
             return _of_optimizers() if id(value) in optimizers else _of_optimizers() - {"state", "param_groups"}
         return _of_lightnings(type(value))
@@ -332,6 +361,7 @@ def _names_of(make: Callable[[], Any]) -> frozenset[str]:
     return frozenset(vars(make()))
 
 
+@once_per_kind
 def _of_lightnings(kind: type) -> frozenset[str]:
     """Return the names of the attributes that torch's or Lightning's own code gives to objects of this class."""
     if issubclass(kind, LightningModule):

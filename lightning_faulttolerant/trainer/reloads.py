@@ -1,4 +1,4 @@
-"""What the training loaders were made from, where they are made anew in later epochs.
+"""What the training loaders were made from, where they are made again in later epochs.
 
 A data module may keep what its loaders follow from: a level, the indices that were labeled so far. A resumed run asks
 for the loaders before its states are restored, so what there was when they were asked for last is restored for that.
@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_faulttolerant.state.objects.graph import Rules
 from lightning_faulttolerant.state.objects.object_state import NODES, ObjectState
+from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.strategy import TRAIN
 

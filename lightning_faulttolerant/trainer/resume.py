@@ -122,6 +122,7 @@ class Resume:
         if not self.position.is_resumable:
             self.position = None
             return
+        refuse_lost(part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._strict)  # fingerprints lack it, too
         self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
@@ -142,8 +143,7 @@ class Resume:
         if lacking and self._strict:
             raise NotExactError(f"{self._path} lacks parts of the state: {'; '.join(lacking)}.")
         self._not_exact += lacking if OBJECTS in known else [*lacking, NO_OBJECT_STATE]
-        if self._strict:
-            refuse_lost(self._state.get(OBJECTS) or {}, self._path)
+        refuse_lost(self.saved(OBJECTS), self._path, strict=self._strict)
 
     def _redistribute(self, part: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
         """Make the state of this rank of those of another number of ranks."""

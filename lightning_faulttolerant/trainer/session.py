@@ -227,6 +227,8 @@ class Session:
             self._loaders.begin(stage)
             with self._loaders.iterated_by_trainer(), self._reloads.begun(is_training=stage == TRAIN):
                 original()
+            if self._run_state is not None:
+                self._run_state.objects.look_again()
 
         return setup_data
 
@@ -243,10 +245,7 @@ class Session:
 
     @contextlib.contextmanager
     def _ended_here(self) -> Iterator[None]:
-        """End a fit that an exception ends, in a process made for it: Lightning tells the script's callbacks only.
-
-        Else nobody would end the workers of its loaders, which ignore a termination, and the process waits for them.
-        """
+        """End a fit that an exception ends, in a process made for it: else nobody ends the workers of its loaders."""
         try:
             yield
         except BaseException as error:

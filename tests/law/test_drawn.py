@@ -6,7 +6,6 @@ Each process of these laws is seeded differently before it builds its data.
 from __future__ import annotations
 
 import random
-import re
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,8 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, random_split
 
-from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.object_states import EDGE, EVERY_STEP, FIRST_EPOCH, LATER_EPOCH, slowly
-from tests.processes import run
 from tests.rank_runs import for_ranks
 from tests.runs import Net, make_trainer
 
@@ -147,6 +144,16 @@ class Records(Names):
         return int(self.records[index]["name"][-7:-4]) if hasattr(self, "records") else super().number(index)
 
 
+class Cases(Shuffled):
+    """Has files of one name in many directories."""
+
+    def in_order(self, names: list[str]) -> Any:
+        return super().in_order([f"/data/{name[-7:-4]}/volume.nii" for name in names])
+
+    def number(self, index: int) -> int:
+        return int(self.names[index].split("/")[2])
+
+
 class Ordered(Names):
     """Keeps the order of its samples in an array."""
 
@@ -209,7 +216,9 @@ SPLITS: list[Callable[[], Loaders]] = [
     shuffled_indices,
     split_into_arrays,
 ]
-ORDERS = [of(kind) for kind in (Shuffled, InTuple, InDeque, Records, Ordered, OrderedByTensor, Vocabulary, Words)]
+ORDERS = [
+    of(kind) for kind in (Shuffled, InTuple, InDeque, Records, Cases, Ordered, OrderedByTensor, Vocabulary, Words)
+]
 FAST = ("split_at_random", "Shuffled", "Vocabulary")
 
 
@@ -253,6 +262,18 @@ def test_split_of_a_data_module(fault: Callback) -> None:
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
 
 
+LATE = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
+"""The validation loader is set up after the training loader, in a resumed run after the resume."""
+
+
+@pytest.mark.parametrize("make", [of(Shuffled), slowly(split_at_random)], ids=lambda m: m.__name__)
+def test_loader_that_comes_late(make: Callable[[], Loaders]) -> None:
+    """A validation loader that is set up after the resume has what the first start drew, too."""
+    assert_resumes_exactly(
+        lambda callbacks, directory: fit(make, callbacks, directory, **LATE), [KillAt(12)], options=EVERY_STEP
+    )
+
+
 @for_ranks[0]
 @for_ranks[1]
 @pytest.mark.slow
@@ -265,186 +286,3 @@ def test_each_rank_has_its_own(make: Callable[[], Loaders]) -> None:
         options=EVERY_STEP,
         num_ranks=2,
     )
-
-
-# What a report and an error say.
-
-
-def again(
-    directory: Path,
-    make: Callable[[], Loaders],
-    *,
-    strict: bool = True,
-    module: Callable[[int], Any] = lambda start: Net(),
-    show: Callable[[], Any] = lambda: None,
-) -> str:
-    """Start a script that `make` makes the data of, kill it, and start it again; return what the second start prints.
-
-    Each start has another seed; at its end it prints what `show` returns.
-    """
-
-    def main(start: int) -> None:
-        train, validation, *_held = make()
-        protection = FaultTolerance(dirpath=directory, every_n_train_steps=1, strict=strict or start == 0)
-        trainer = make_trainer([protection, *([KillAt(3)] if start == 0 else [])], directory, num_sanity_val_steps=0)
-        trainer.fit(module(start), train, validation)
-        print(show())
-
-    assert run(lambda: main(0), seed=0).exit_code < 0
-    return run(lambda: main(1), seed=1).output
-
-
-def test_report_lists_what_was_put_back(tmp_path: Path) -> None:
-    """Each split and each order is a note; the test set of the second start is that of the first."""
-    tests = []
-
-    def make() -> Loaders:
-        train, validation, test = random_split(Shuffled(), [20, 8, 8])
-        tests.append(test)
-        with (tmp_path / "tests.txt").open("a") as file:
-            print(sorted(test.indices), file=file)
-        return *loaders_of(train, validation), test  # type: ignore[return-value]
-
-    output = again(tmp_path, make, show=lambda: f"test set: {sorted(tests[0].indices)}")
-    assert "Resumed exactly" in output
-    drawn = re.findall(r"note      (.*): as the first start drew it", output)
-    lists = [f"{place}/0.dataset.dataset.{name}" for place in ("train", "validation") for name in ("names", "labels")]
-    assert sorted(drawn) == sorted(["train/0.dataset", "validation/0.dataset", "main()._held[0]", *lists])
-    first, second = (tmp_path / "tests.txt").read_text().splitlines()
-    assert first != second
-    assert f"test set: {first}" in output
-
-
-class WithMean(Shuffled):
-    """Has a number that follows from its first samples."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.mean = sum(self.number(i) for i in range(5)) / 5
-
-
-class OtherNames(Names):
-    """Has other files in each start."""
-
-    def in_order(self, names: list[str]) -> Any:
-        return [name.replace("part", f"part-{random.random()}") + str(random.random()) for name in names]
-
-
-class OtherLabels(Names):
-    """Has other labels next to the names of its files."""
-
-    def in_order(self, names: list[str]) -> Any:
-        return [(name, random.randrange(100)) for name in names]
-
-    def number(self, index: int) -> int:
-        return int(self.names[index][0][-7:-4])
-
-
-class OtherNumbers(Names):
-    """Has other whole numbers in a list, and in a mapping."""
-
-    def __init__(self, num: int = NUM_SAMPLES) -> None:
-        super().__init__(num)
-        self.numbers = [random.randrange(1000) for _ in range(num)]
-        self.mapping = {f"word-{i}": random.randrange(1000) for i in range(num)}
-
-
-def part_without_the_rest() -> Loaders:
-    """Return a part of a data set, whose other samples may be anywhere."""
-    return loaders_of(Subset(Names(), random.sample(range(36), 20)), Names(8))
-
-
-def part_whose_test_set_comes_later() -> Loaders:
-    """Return parts of which one is not there any more when training begins."""
-    train, validation, _ = random_split(Names(), [20, 8, 8])
-    _.indices = []
-    return loaders_of(train, validation)
-
-
-def two_parts_of_one_size() -> Loaders:
-    """Return parts of which two can't be told apart."""
-    parts = random_split(Names(), [20, 4, 4, 8])
-    HIDDEN.append([{"first": {"in": parts[1]}}, {"second": {"in": parts[2]}}])
-    return loaders_of(parts[0], parts[3])
-
-
-HIDDEN: list[Any] = []
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (of(OtherNames), r"train/0\.dataset\.names: '\[20\] crc \w{8}' when it was saved, '\[20\] crc \w{8}' now"),
-        (of(OtherLabels), r"train/0\.dataset\.names: '\[20\] crc"),
-        (of(OtherNumbers), r"train/0\.dataset\.numbers: '\[20\] crc[\s\S]*train/0\.dataset\.mapping: '\[20\] crc"),
-        (of(WithMean), r"train/0\.dataset\.mean: .*; it may come from what was drawn"),
-        (part_without_the_rest, r"train/0\.dataset: .*; not all parts of its split are known"),
-        (part_whose_test_set_comes_later, r"train/0\.dataset: .*; not all parts of its split are known"),
-        (two_parts_of_one_size, r"train/0\.dataset: .*of the same size that can't be told apart"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_anything_else_is_refused(make: Callable[[], Loaders], message: str, tmp_path: Path) -> None:
-    """The error has both values and says what to do; with ``strict=False`` the report has them."""
-    output = again(tmp_path / "strict", make)
-    assert re.search(rf"FingerprintMismatchError: [\s\S]*- {message}[\s\S]*call seed_everything before it is", output)
-    output = again(tmp_path / "lenient", make, strict=False)
-    assert "Resumed NOT EXACTLY" in output
-    assert re.search(rf"NOT EXACT {message}", output)
-
-
-def test_number_of_the_module_is_refused(tmp_path: Path) -> None:
-    """Numbers that may come from a split are compared on the module too; where nothing was drawn, an edit stands."""
-
-    class Weighted(Net):
-        def __init__(self, weight: float) -> None:
-            super().__init__()
-            self.weight, self.table = weight, {"a": weight}
-
-    def module(start: int) -> Any:
-        return Weighted(1.0 + start)
-
-    output = again(tmp_path / "drawn", of(Shuffled), module=module)
-    assert "- module.weight: 'float 1.0' when it was saved, 'float 2.0' now; it may come from what was drawn" in output
-    assert "Resumed exactly" in again(tmp_path / "same", of(Names), module=module)
-
-
-def test_data_may_lie_elsewhere(tmp_path: Path) -> None:
-    """Names of files are the same in another directory, and come in the first start's order there."""
-
-    class Moved(Shuffled):
-        def in_order(self, names: list[str]) -> Any:
-            return [f"/mnt/{torch.initial_seed()}{name}" for name in super().in_order(names)]
-
-    output = again(tmp_path, of(Moved))
-    assert "Resumed exactly" in output
-    assert "train/0.dataset.names: as the first start drew it" in output
-
-
-@pytest.mark.parametrize(
-    ("seed", "make", "told"),
-    [
-        (None, split_at_random, "train/0.dataset"),
-        (None, of(Shuffled), "train/0.dataset.names"),
-        (None, of(Names), None),
-        (1, split_at_random, None),
-    ],
-)
-def test_first_start_says_what_has_no_seed(
-    seed: int | None,
-    make: Callable[[], Loaders],
-    told: str | None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One line names it, and what to call; none where there is a seed, or nothing was drawn."""
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    torch.seed() if seed is None else torch.manual_seed(seed)
-    with caplog.at_level("INFO"):
-        fit(make, [FaultTolerance(dirpath=tmp_path)], tmp_path, max_steps=1)
-    lines = [message for message in caplog.messages if "No seed is set" in message]
-    assert len(lines) == (told is not None)
-    if told is not None:
-        assert told in lines[0]
-        assert "Call seed_everything before" in lines[0]

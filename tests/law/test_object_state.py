@@ -928,6 +928,39 @@ class KeepsGradients(Net):
                     parameter.grad.mul_(0.5)
 
 
+class LogsGradients(Net):
+    """Logs the gradient of the step before, where it is set to zero, and weighs the loss by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = 0.0
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        gradient = self.layers[0].weight.grad
+        self.norm = 0.0 if gradient is None else float(gradient.norm())
+        self.log("norm", self.norm)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + self.norm)
+
+
+class ReadsOldGradients(torch.optim.SGD):
+    """Takes shorter steps where the gradient of the step before was large."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = sum(float(parameter.grad.norm()) for parameter in parameters if parameter.grad is not None)
+        loss = closure()
+        for parameter in parameters:
+            parameter.data.sub_(parameter.grad, alpha=0.01 / (1 + before))
+        return loss
+
+
+class StepsByOldGradients(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ReadsOldGradients(self.parameters(), lr=0.01)
+
+
 class Freezes(Net):
     """Freezes a layer after some batches, and keeps its batch norm in evaluation mode."""
 
@@ -956,9 +989,10 @@ ATTRIBUTES_THAT_CHANGE = [
 
 
 @pytest.mark.slow
-def test_gradients_that_are_left() -> None:
-    """Gradients go on that nobody has set to zero, though no accumulation is under way."""
-    assert_carried(KillAt(8), module=KeepsGradients)
+@pytest.mark.parametrize("module", [KeepsGradients, LogsGradients, StepsByOldGradients])
+def test_gradients_that_are_left(module: type[LightningModule]) -> None:
+    """Gradients of the step before are there again where somebody reads them, though no accumulation is under way."""
+    assert_carried(KillAt(8), module=module)
 
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in ATTRIBUTES_THAT_CHANGE])

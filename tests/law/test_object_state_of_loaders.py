@@ -14,9 +14,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
-from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
 from tests.object_states import (
     EDGE,
@@ -469,3 +469,43 @@ def test_data_that_training_makes(fault: Callback, module: type[OnPolicy]) -> No
         return trainer
 
     assert_resumes_exactly(fit, [fault], options=EVERY_STEP)
+
+
+class Worn(NoisyDataset):
+    """Its samples change with the number that it has given."""
+
+    def __init__(self) -> None:
+        super().__init__(20)
+        self.num_given = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_given += 1
+        return super().__getitem__(index) + self.num_given / 10
+
+
+class Reloaded(LightningDataModule):
+    """Makes a loader for each epoch, of one data set or of a new one."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.whole = Worn()
+        self.is_shared = is_shared
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(self.whole if self.is_shared else Worn(), list(range(20))), batch_size=4)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(NoisyDataset(8), batch_size=4)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("every", [4, 3])
+def test_loader_for_each_epoch(every: int, is_shared: bool) -> None:
+    """A loader that is made for an epoch has its baseline from then on, and what loaders share keeps its own."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+        trainer.fit(Net(), datamodule=Reloaded(is_shared=is_shared))
+        return trainer
+
+    assert_resumes_exactly(fit, [KillAt(9)], options={"every_n_train_steps": every})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_faulttolerant.state.tensors import sums_of_bits
+from lightning_faulttolerant.state.tensors import bit_sums, sums_of_bits
 
 TENSORS = {
     "float": torch.linspace(0, 1, 7),
@@ -36,3 +36,26 @@ def test_last_bit_of_one_element_is_seen(name: str) -> None:
 def test_copies_have_the_same_sums() -> None:
     """What is equal has equal sums, however it lies in memory."""
     assert sums_of_bits(TENSORS) == sums_of_bits({name: tensor.clone() for name, tensor in TENSORS.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("width", [1, 3, 64, 127, 254, 1016])
+def test_rows_that_change_places_are_seen(dtype: torch.dtype, width: int) -> None:
+    """Rows of whatever width that change places give other sums, though the tensor holds the same elements."""
+    tensor = torch.randn(600, width).mul(50).to(dtype)
+    before = bit_sums(tensor).clone()
+    for one, other in ((0, 1), (0, 599), (7, 401), (598, 599)):
+        swapped = tensor.clone()
+        swapped[[one, other]] = tensor[[other, one]]
+        assert torch.equal(swapped, tensor) or not torch.equal(bit_sums(swapped), before)
+    assert not torch.equal(bit_sums(-tensor), before)
+    assert torch.equal(bit_sums(tensor.clone()), before)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_sums_of_each_kind(name: str) -> None:
+    """Small tensors of each kind have sums, copies the same ones."""
+    tensor = TENSORS[name]
+    assert torch.equal(bit_sums(tensor), bit_sums(tensor.clone()))
+    other = tensor.flip(0) if tensor.dim() else tensor + 1
+    assert torch.equal(other, tensor) or not torch.equal(bit_sums(other), bit_sums(tensor))

@@ -175,6 +175,16 @@ def test_iterator_of_a_loader_is_refused_at_the_start(tmp_path: Path) -> None:
     assert line.startswith("The iterator module.more can't be resumed exactly")
 
 
+BATCHES: Any = None
+
+
+def test_iterator_that_the_script_has_looked_at_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dataiter = iter(loader)` at the top of a script, to see a batch, is not refused: training takes none from it."""
+    monkeypatch.setattr(sys.modules[__name__], "BATCHES", iter(DataLoader(NoisyDataset(8), batch_size=4)))
+    next(BATCHES)
+    fit(tmp_path, Net(), [FaultTolerance(tmp_path / "strict")])
+
+
 def test_checkpoint_without_object_state_loads(tmp_path: Path) -> None:
     """One that an older version has written is resumed from, and the report says what it lacks."""
     path = save(tmp_path, Weighted())
@@ -230,3 +240,36 @@ def test_bad_registrations_are_refused() -> None:
         protected.register("seen", dict, print)
     with pytest.raises(TypeError, match="must be functions"):
         protected.register("other", {}, print)  # type: ignore[arg-type]
+
+
+class Seen(NoisyDataset):
+    """Has a list that the training fills."""
+
+    def __init__(self, length: int = 20) -> None:
+        super().__init__(length)
+        self.seen: list[int] = []
+
+
+class Fills(Net):
+    """Notes its steps on the data set."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trainer.train_dataloader.dataset.seen.append(batch_idx)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+def test_list_of_a_data_set_is_carried(tmp_path: Path, num_sanity_val_steps: int) -> None:
+    """A data set that comes with the loaders was not made by the sanity check: changes of its lists are carried."""
+    path, data = tmp_path / "saved.ckpt", Seen()
+
+    def train(data: Seen, callbacks: list[Callback], **arguments: Any) -> None:
+        loaders = (DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+        trainer = make_trainer(callbacks, tmp_path, max_epochs=1, num_sanity_val_steps=num_sanity_val_steps)
+        trainer.fit(Fills(), *loaders, **arguments)
+
+    train(data, [FaultTolerance(tmp_path / "first"), SavesAt(path)])
+    again = Seen()
+    train(again, [FaultTolerance(tmp_path / "second")], ckpt_path=path)
+    assert again.seen == data.seen == [0, 1, 2, 3, 4]

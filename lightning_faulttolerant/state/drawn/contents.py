@@ -17,10 +17,12 @@ from lightning_faulttolerant.state.drawn import orders
 from lightning_faulttolerant.state.drawn.texts import NotPlainError, is_number, text_of
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.decoding import set_attribute
-from lightning_faulttolerant.state.objects.graph import Rules, attributes_of
+from lightning_faulttolerant.state.objects.walk import Rules, attributes_of
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 
 INDICES = "indices"
+PARTS = (Subset, SubsetRandomSampler)
+"""The classes of the parts of a split."""
 _MAX_OBJECTS = 20_000
 _FIRST_ITEMS = 16
 
@@ -45,8 +47,10 @@ class Content:
         """Put other elements in, into the same object where it takes them."""
         if orders.fill(self.value, elements):
             return
-        made: Any = tuple(elements)
-        if not isinstance(self.value, tuple):  # an array that is read only
+        made: Any = None
+        if isinstance(self.value, tuple):
+            made = tuple(elements)
+        else:  # an array that is read only
             made = self.value.copy()
             orders.fill(made, elements)
         set_attribute(self.owner, self.name, made)
@@ -60,11 +64,13 @@ class Contents:
         lists: Lists, mappings, and arrays, by path.
         numbers: The texts of single numbers, by path.
         parts: The parts of splits, by path.
+        datasets: The data sets, by path.
     """
 
     lists: dict[str, Content]
     numbers: dict[str, str]
     parts: dict[str, Any]
+    datasets: dict[str, Any]
 
 
 def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
@@ -74,7 +80,7 @@ def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
         roots: The objects to begin with, by name.
         rules: What is left out.
     """
-    found = Contents(lists={}, numbers={}, parts={})
+    found = Contents(lists={}, numbers={}, parts={}, datasets={})
     queue: deque[tuple[str, Any]] = deque(roots.items())
     seen: set[int] = set()
     while queue and len(seen) < _MAX_OBJECTS:
@@ -84,7 +90,9 @@ def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
         seen.add(id(value))
         if is_part(value):
             found.parts[path] = value
-        if rules.is_live(value) and not isinstance(value, (Dataset, *_PARTS)):
+        if isinstance(value, Dataset):
+            found.datasets[path] = value
+        if rules.is_live(value) and not isinstance(value, (Dataset, *PARTS)):
             continue
         for name, child in (attributes_of(value, rules) or {}).items():
             _add(found, queue.append, f"{path}.{name}", value, name, child)
@@ -92,12 +100,9 @@ def contents_of(roots: Mapping[str, Any], rules: Rules) -> Contents:
     return found
 
 
-_PARTS = (Subset, SubsetRandomSampler)
-
-
 def is_part(value: Any) -> bool:
     """Return whether `value` is a part of a split, which is told by its indices."""
-    return issubclass(type(value), _PARTS)
+    return issubclass(type(value), PARTS)
 
 
 def _add(

@@ -6,13 +6,20 @@ import hashlib
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise, starmap
-from operator import le
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_faulttolerant.state.drawn.keys import (
+    Keys,
+    are_sorted,
+    array_of,
+    bits_of,
+    elements_of,
+    is_sorted_by_name,
+    keys_of,
+)
 from lightning_faulttolerant.state.drawn.texts import NotPlainError, digest_of, directory_of, is_number, text_of
 from lightning_faulttolerant.state.objects import kinds
 
@@ -20,37 +27,43 @@ _MAX_ELEMENTS = 4_000_000
 _MAX_CHARACTERS = 400_000_000
 _NUM_MEASURED = 64
 _LEVEL = 1
-_WRITTEN = {str, int, float, bool, type(None)}  # Python's own text of these is equal where they are
 _KEYS, _VALUES = "keys", "values"
 
 
 def is_ordered(value: Any) -> bool:
-    """Return whether `value` is something whose order can be kept: a list, a mapping, an array of one dimension."""
+    """Return whether the order of `value` can be kept: a list, a mapping, an array of one dimension that is not large.
+
+    A large array, such as a corpus on a disk that is mapped into memory, is not even read.
+    """
     if isinstance(value, Tensor):
-        return value.dim() == 1 and value.layout is torch.strided and value.device.type == "cpu"
+        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+        return is_plain and value.dim() == 1 and value.numel() <= _MAX_ELEMENTS
     if kinds.is_array(value):
-        return bool(value.ndim == 1)
+        return bool(value.ndim == 1 and value.size <= _MAX_ELEMENTS)
     return type(value) is tuple or (kinds.is_plain_container(value) and not isinstance(value, set))
 
 
 def digest(value: Any) -> str:
-    """Return what differs where the elements or their order do.
+    """Return what differs where the elements or their order do; of a long list up to 1,024 elements are looked at.
 
     Raises:
         NotPlainError: If an element is not plain.
     """
-    lists = _lists(value)
-    digests = [digest_of(lists[name]) for name in lists]
-    return " to ".join(digests)
+    return " to ".join(_digest(elements) for elements in _lists(value).values())
 
 
 def kept_order(value: Any) -> dict[str, Any] | None:
     """Return the order of `value`, for `put_in_order`; ``None`` if it is sorted, or too large to keep."""
+    lists = _lists(value)
     try:
-        kept = {name: _kept(elements) for name, elements in _lists(value).items()}
+        if any(map(_is_too_large, lists.values())):
+            return None
+        keys = {name: keys_of(elements) for name, elements in lists.items()}
     except (NotPlainError, TypeError):
         return None
-    return kept if any(one is not None and "order" in one for one in kept.values()) else None
+    if all(are_sorted(keys[name]) or is_sorted_by_name(elements) for name, elements in lists.items()):
+        return None
+    return {name: _kept(elements, keys[name]) for name, elements in lists.items()}
 
 
 def in_order(value: Any, kept: Mapping[str, Any]) -> Any:
@@ -60,18 +73,18 @@ def in_order(value: Any, kept: Mapping[str, Any]) -> Any:
         ``None`` if they are others.
     """
     lists = _lists(value)
-    if lists.keys() != kept.keys() or None in kept.values():
+    if lists.keys() != kept.keys():
         return None
     try:
-        found = {name: _ordered(elements, kept[name]) for name, elements in lists.items()}
+        orders = {name: _order(elements, kept[name]) for name, elements in lists.items()}
     except NotPlainError:
         return None
-    ordered = {name: elements for name, elements in found.items() if elements is not None}
-    if ordered.keys() != found.keys():
+    found = {name: _taken(lists[name], order) for name, order in orders.items() if order is not None}
+    if found.keys() != lists.keys():
         return None
     if isinstance(value, dict):
-        return dict(zip(ordered[_KEYS], ordered[_VALUES], strict=True))
-    return ordered[_VALUES]
+        return dict(zip(found[_KEYS], found[_VALUES], strict=True))
+    return found[_VALUES]
 
 
 def fill(value: Any, elements: Any) -> bool:
@@ -80,7 +93,7 @@ def fill(value: Any, elements: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         with torch.no_grad():
-            value.copy_(torch.as_tensor(elements, dtype=value.dtype))
+            value.copy_(torch.as_tensor(elements).to(value.dtype))
     elif isinstance(value, dict):
         value.clear()
         value.update(elements)
@@ -97,57 +110,61 @@ def fill(value: Any, elements: Any) -> bool:
 def _lists(value: Any) -> dict[str, Sequence[Any]]:
     if isinstance(value, dict):
         return {_KEYS: list(value), _VALUES: list(value.values())}
-    return {_VALUES: value.tolist() if hasattr(value, "tolist") else list(value)}
+    return {_VALUES: elements_of(value)}
 
 
-def _kept(elements: Sequence[Any]) -> dict[str, Any] | None:
-    if len(elements) > _MAX_ELEMENTS or len(elements) * _mean_length(elements) > _MAX_CHARACTERS:
-        return None
-    keys = _keys(elements)
-    order, summed = _sorted(keys)
+def _digest(elements: Any) -> str:
+    if kinds.is_array(elements):
+        return f"[{len(elements)}] {elements.dtype} crc {zlib.crc32(bits_of(elements)):08x}"
+    return digest_of(elements)
+
+
+def _is_too_large(elements: Sequence[Any]) -> bool:
+    if kinds.is_array(elements):
+        return False
+    return len(elements) > _MAX_ELEMENTS or len(elements) * _mean_length(elements) > _MAX_CHARACTERS
+
+
+def _kept(elements: Sequence[Any], keys: Keys) -> dict[str, Any]:
+    order, summed = _sorted(elements, keys)
     found: dict[str, Any] = {"length": len(keys), "elements": summed}
-    if all(starmap(le, pairwise(keys))):
-        return found  # the sorted one
-    places = torch.empty(len(order), dtype=torch.int32)
-    places[order] = torch.arange(len(order), dtype=torch.int32)
-    return {**found, "order": zlib.compress(places.numpy().tobytes(), _LEVEL)}
+    if are_sorted(order):
+        return found
+    places = order.astype("int32")
+    places[order] = torch.arange(len(order), dtype=torch.int32).numpy()
+    return {**found, "order": zlib.compress(places.tobytes(), _LEVEL)}
 
 
-def _ordered(elements: Sequence[Any], kept: Mapping[str, Any]) -> list[Any] | None:
+def _order(elements: Sequence[Any], kept: Mapping[str, Any]) -> Any:
+    """Return which element comes first in the order that was kept, and so on; ``None`` if the elements are others."""
     if len(elements) != kept["length"]:
         return None
-    order, summed = _sorted(_keys(elements))
+    order, summed = _sorted(elements, keys_of(elements))
     if summed != kept["elements"]:
         return None
-    if "order" in kept:
-        order = order[torch.frombuffer(bytearray(zlib.decompress(kept["order"])), dtype=torch.int32).long()]
+    if "order" not in kept:
+        return order
+    return order[torch.frombuffer(bytearray(zlib.decompress(kept["order"])), dtype=torch.int32).numpy()]
+
+
+def _taken(elements: Sequence[Any], order: Any) -> Sequence[Any]:
+    if kinds.is_array(elements):
+        found: Sequence[Any] = elements[order]
+        return found
     return [elements[i] for i in order.tolist()]
 
 
-def _keys(elements: Sequence[Any]) -> list[Any]:
-    """Return what the elements are sorted by: whole numbers and texts themselves, of everything else the text."""
-    types = set(map(type, elements))
-    if types <= {int}:
-        return list(elements)
-    prefix = directory_of(elements)
-    if types <= {str}:
-        return [element[len(prefix) :] for element in elements]
-    if types <= {tuple} and set(map(type, chain.from_iterable(elements))) <= _WRITTEN:
-        # A million names with labels take a second; `text_of` would take ten.
-        return [repr((element[0][len(prefix) :], *element[1:]) if prefix else element) for element in elements]
-    return [text_of(element, prefix=prefix) for element in elements]
-
-
-def _sorted(keys: list[Any]) -> tuple[Tensor, str]:
+def _sorted(elements: Sequence[Any], keys: Keys) -> tuple[Any, str]:
     """Return which keys come first when they are sorted, and what differs where they do."""
-    if all(type(key) is int for key in keys[:1]):
-        try:
-            values, order = torch.sort(torch.tensor(keys, dtype=torch.int64), stable=True)
-            return order, _hash_of(values.numpy().tobytes())
-        except (OverflowError, RuntimeError):  # longer ones
-            keys = list(map(repr, keys))
-    order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), dtype=torch.int64)
-    text = "\0".join([keys[i] for i in order.tolist()])
+    if kinds.is_array(keys):
+        bits = bits_of(keys)
+        order = bits.argsort(kind="stable")
+        return order, _hash_of(bits[order].tobytes())
+    order = array_of(sorted(range(len(keys)), key=keys.__getitem__), "int64")
+    ordered = [keys[i] for i in order.tolist()]
+    # Names as they are; that of their directory is left out here, at once.
+    prefix = directory_of([ordered[0], ordered[-1]]) if keys is elements and ordered else ""
+    text = ("\0" + "\0".join(ordered)).replace(f"\0{prefix}", "\0")
     return order, _hash_of(text.encode("utf-8", "surrogatepass"))
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import sys
-import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_faulttolerant.state.drawn import orders
-from lightning_faulttolerant.state.drawn.contents import INDICES, Content, is_part
-from lightning_faulttolerant.state.drawn.texts import NotPlainError, digest_of
+from lightning_faulttolerant.state.drawn.contents import INDICES, PARTS, Content
+from lightning_faulttolerant.state.drawn.keys import array_of
+from lightning_faulttolerant.state.drawn.samples import length_of
+from lightning_faulttolerant.state.drawn.texts import digest_of
+from lightning_faulttolerant.state.drawn.variables import names_of_parts
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.modules import is_users_frame, users_namespaces
 
-_FEW = 16
 _LEVEL = 1
+_WHOLE = "iu"
 _UNNAMED = "a "
 _UNKNOWN = "not all parts of its split are known"
 
@@ -33,6 +32,7 @@ class Parts:
         self._parts: dict[str, Any] = {}
         self._of_script: set[str] = set()  # those that training can't reach
         self._noted: dict[str, dict[str, Any]] = {}
+        self._drawn: set[str] = set()  # those whose indices are in no order
         self.digests: dict[str, str] = {}
         """What differs where the indices of a part do, by path."""
 
@@ -44,6 +44,7 @@ class Parts:
         reached = {id(part) for part in found.values()}
         for path in [path for path in self._of_script if id(self._parts[path]) in reached]:
             self._of_script.remove(path)
+            self._drawn.discard(path)
             del self._parts[path], self._noted[path], self.digests[path]
         self._parts.update(found)
         others = self._others()
@@ -51,23 +52,34 @@ class Parts:
         self._of_script.update(others)
         for path, part in self._parts.items():
             if path in found or path not in self._noted:
-                indices = _numbers_of(part)
-                self.digests[path] = digest_of(indices)
-                self._noted[path] = {"of": _of(part), INDICES: _packed(indices)}
+                self._note(path, part)
+
+    def _note(self, path: str, part: Any) -> None:
+        indices = _indices_of(part)
+        if indices is None:  # another thread has just changed them
+            return
+        self.digests[path] = digest_of(indices.tolist())
+        self._noted[path] = {"of": _of(part), INDICES: zlib.compress(indices.tobytes(), _LEVEL)}
+        self._drawn.discard(path)
+        if (indices[1:] < indices[:-1]).any():
+            self._drawn.add(path)
+
+    def has(self, part: Any) -> bool:
+        """Return whether a part was noted before."""
+        return any(_own(one, INDICES) is _own(part, INDICES) for one in self._parts.values())
 
     @property
     def drawn(self) -> list[str]:
         """The paths of those whose indices were in no order, those that training can reach first."""
-        noted = {path: _unpacked(part[INDICES]) for path, part in self._noted.items()}
-        drawn = [path for path, indices in noted.items() if indices != sorted(indices)]
-        return sorted(drawn, key=lambda path: path in self._of_script)
+        paths = [path for path in self._noted if path in self._drawn]
+        return sorted(paths, key=lambda path: path in self._of_script)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the indices of each part, and of which data set it is a part, by path; nothing if none was drawn."""
-        if not self.drawn:
+        if not self._drawn:
             return {}
         first: dict[int, str] = {}
-        same = {path: first.setdefault(id(part.indices), path) for path, part in self._parts.items()}
+        same = {path: first.setdefault(id(_own(part, INDICES)), path) for path, part in self._parts.items()}
         return {path: {**self._noted[path], "same": same[path]} for path in self._parts}
 
     def put_back(self, saved: Mapping[str, Any], digests: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -102,20 +114,16 @@ class Parts:
 
     def _others(self) -> dict[str, Any]:
         """Return those that only the script holds: a test set, of which training must not see a sample."""
-        seen = {id(part.indices) for part in self._parts.values()}
+        seen = {id(_own(part, INDICES)) for part in self._parts.values()}
         splits = {_of(part) for part in self._parts.values()}
         names: dict[int, str] | None = None
         found: dict[str, Any] = {}
-        for value in gc.get_objects():
-            if (
-                not is_part(value)
-                or id(value.indices) in seen
-                or _indices_of(value) is None
-                or _of(value) not in splits
-            ):
+        for value in _living_parts():
+            indices = _own(value, INDICES)
+            if id(indices) in seen or _of(value) not in splits or _indices_of(value) is None:
                 continue
-            seen.add(id(value.indices))
-            names = _names_in_script() if names is None else names
+            seen.add(id(indices))
+            names = names_of_parts() if names is None else names
             name, number = names.get(id(value), f"{_UNNAMED}{_of(value)}"), 1
             while (name if number == 1 else f"{name} ({number})") in {*found, *self._parts}:
                 number += 1
@@ -168,69 +176,51 @@ def _matched(then: list[_Part], here: list[_Part]) -> tuple[str, list[tuple[_Par
     return _UNKNOWN, []
 
 
-def _names_in_script() -> dict[int, str]:
-    """Return the names of the parts that the user's modules, or functions that are running, have in variables."""
-    found: dict[int, str] = {}
-    for module, namespace in users_namespaces().items():
-        _note(found, module, namespace.attributes())
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if is_users_frame(frame):
-            _note(found, f"{frame.f_code.co_name}()", frame.f_locals)
-        frame = frame.f_back
-    return found
+def _living_parts() -> Iterator[Any]:
+    """Yield all parts that there are in this process; none of the other objects is asked for anything."""
+    classes = list(PARTS)
+    for kind in classes:
+        classes += type.__subclasses__(kind)
+    wanted = set(map(id, classes))
+    yield from [value for value in gc.get_objects() if id(type(value)) in wanted]
 
 
-def _note(found: dict[int, str], owner: str, variables: Mapping[str, Any]) -> None:
-    for name, value in list(variables.items()):
-        if is_part(value):
-            found.setdefault(id(value), f"{owner}.{name}")
-        elif type(value) in (list, tuple, dict) and len(value) <= _FEW:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                if is_part(item):
-                    found.setdefault(id(item), f"{owner}.{name}[{key!r}]")
+def _own(part: Any, name: str) -> Any:
+    """Return an attribute of a part itself: a property of a subclass may read a file."""
+    return kinds.attributes(part).get(name)
 
 
 def _of(part: Any) -> str:
     """Return what a part is a part of: all data sets of one class and length count as one."""
-    dataset: Any = getattr(part, "dataset", None)
-    length: Any = None
-    with contextlib.suppress(TypeError, NotImplementedError):
-        length = len(dataset)
-    return f"{type(part).__qualname__} of {type(dataset).__qualname__} [{length}]"
+    dataset = _own(part, "dataset")
+    return f"{type(part).__qualname__} of {type(dataset).__qualname__} [{length_of(dataset)}]"
 
 
 def _indices_of(part: Any) -> Any:
-    """Return the indices of a part, ``None`` if they are nothing that holds whole numbers."""
-    indices = getattr(part, INDICES, None)
-    if not orders.is_ordered(indices) or isinstance(indices, dict):
+    """Return the indices of a part in an array, ``None`` if they are nothing that holds whole numbers."""
+    indices = _own(part, INDICES)
+    if isinstance(indices, Tensor):
+        is_plain = indices.device.type == "cpu" and not indices.is_floating_point() and not indices.is_complex()
+        indices = indices.detach().numpy() if is_plain else None
+    if kinds.is_array(indices):
+        is_plain = indices.ndim == 1 and indices.dtype.kind in _WHOLE
+        return indices.astype("int64") if is_plain else None
+    if not isinstance(indices, tuple) and (isinstance(indices, dict) or not kinds.is_plain_container(indices)):
+        return None
+    one_of_each = {type(index): index for index in indices}.values()
+    if isinstance(indices, set) or not all(isinstance(i, int) or kinds.is_numpy(i, "integer") for i in one_of_each):
         return None
     try:
-        digest_of(_as_list(indices))
-    except NotPlainError:
+        return array_of(list(indices), "int64")
+    except OverflowError:
         return None
-    return indices if all(isinstance(i, int) for i in _as_list(indices)) else None
-
-
-def _as_list(indices: Any) -> list[Any]:
-    found: list[Any] = indices.tolist() if hasattr(indices, "tolist") else list(indices)
-    return [i.item() if kinds.is_numpy(i, "integer") else i for i in found]
-
-
-def _numbers_of(part: Any) -> list[int]:
-    return _as_list(part.indices)
-
-
-def _packed(indices: list[int]) -> bytes:
-    return zlib.compress(torch.tensor(indices, dtype=torch.int64).numpy().tobytes(), _LEVEL)
 
 
 def _unpacked(packed: bytes) -> list[int]:
-    data = zlib.decompress(packed)
-    found: list[int] = torch.frombuffer(bytearray(data), dtype=torch.int64).tolist() if data else []
+    data = bytearray(zlib.decompress(packed))
+    found: list[int] = torch.frombuffer(data, dtype=torch.int64).tolist() if data else []
     return found
 
 
 def _set(part: Any, indices: list[int]) -> None:
-    Content(value=part.indices, owner=part, name=INDICES, digest="").set(indices)
+    Content(value=_own(part, INDICES), owner=part, name=INDICES, digest="").set(indices)

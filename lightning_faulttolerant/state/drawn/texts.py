@@ -35,48 +35,51 @@ def text_of(value: Any, *, prefix: str = "") -> str:
         NotPlainError: If it is something else.
     """
     parts: list[str] = []
-    _write(value, parts, prefix)
+    try:
+        _write(value, parts, prefix)
+    except RecursionError as error:
+        raise NotPlainError("an element that holds itself") from error
     return "".join(parts)
 
 
 def digest_of(values: Sequence[Any]) -> str:
-    """Return what differs where a list of elements does; names of files count without their directories.
+    """Return what differs where a list of elements does; names of files count without the directory of all.
 
     Of a long one up to 1,024 elements are looked at.
 
     Raises:
         NotPlainError: If an element is not plain.
     """
-    texts = [text_of(_without_directory(value)) for value in _sampled(values)]
+    sampled = list(_sampled(values))
+    prefix = directory_of(sampled)
+    texts = [text_of(value, prefix=prefix) for value in sampled]
     return f"[{len(values)}] crc {zlib.crc32(chr(0).join(texts).encode('utf-8', 'surrogatepass')):08x}"
 
 
 def directory_of(values: Sequence[Any]) -> str:
     """Return the directory in which all files of a list lie, with a slash at its end; nothing if it is no such list."""
-    names = [_name_of(value) for value in values]
-    if not all(issubclass(kind, (str, PurePath)) for kind in set(map(type, names))):
+    texts = names_of(values)
+    if not texts:
         return ""
-    texts = list(map(str, names))
-    first, last = min(texts, default=""), max(texts, default="")
+    first, last = min(texts), max(texts)
     length = next((i for i, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return first[: first.rfind("/", 0, length) + 1]
+
+
+def names_of(values: Sequence[Any]) -> Sequence[str]:
+    """Return the texts of a list of texts or paths, alone or each first in a tuple; nothing if it is another list."""
+    kinds_of_values = set(map(type, values))
+    if kinds_of_values <= {str}:
+        return values
+    names = [value[0] if isinstance(value, tuple) and value else value for value in values]
+    if not all(issubclass(kind, (str, PurePath)) for kind in set(map(type, names))):
+        return []
+    return list(map(str, names))
 
 
 def is_number(value: Any) -> bool:
     """Return whether `value` is one number."""
     return isinstance(value, _NUMBERS) or kinds.is_numpy(value, "number")
-
-
-def _name_of(value: Any) -> Any:
-    return value[0] if isinstance(value, tuple) and value else value
-
-
-def _without_directory(value: Any) -> Any:
-    name = _name_of(value)
-    if not isinstance(name, (str, PurePath)):
-        return value
-    base = str(name).rpartition("/")[2]
-    return (base, *value[1:]) if isinstance(value, tuple) else base
 
 
 def _sampled(values: Sequence[Any]) -> Iterator[Any]:

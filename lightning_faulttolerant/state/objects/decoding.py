@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import datetime
+import array
+import contextlib
 import functools
+import io
 import logging
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_faulttolerant.state import generators
-from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.encoding import BUILTINS, DATES, PATHS, TEXTS, found_class, found_part
+from lightning_faulttolerant.state.objects import containers, kinds
+from lightning_faulttolerant.state.objects.aliases import alias_of
+from lightning_faulttolerant.state.objects.encoding import VALUES
 from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.leaves import decode_array, decode_leaf
+from lightning_faulttolerant.state.objects.names import (
+    BUILTINS,
+    found_class,
+    found_method,
+    found_part,
+    found_progress_bar,
+)
+from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError, fill_tensor, new_tensor
 
-
-class NothingThereError(Exception):
-    """What a state refers to is not there any more."""
+_VALUES = {kind.__name__: kind for kind in VALUES}
 
 
 class Decoder:
@@ -37,6 +46,8 @@ class Decoder:
         self._graph = graph
         self._table = table
         self._made: dict[int, Any] = {}
+        self._unfilled: list[int] = []
+        self._is_at_once = False
 
     def decode(self, encoded: Any) -> Any:
         """Return the value that `encoded` stands for.
@@ -44,6 +55,11 @@ class Decoder:
         Raises:
             NothingThereError: If it refers to an object, a class, or a function that is not there any more.
         """
+        value = self._decode(encoded)
+        self._fill_made()
+        return value
+
+    def _decode(self, encoded: Any) -> Any:
         if not isinstance(encoded, list):
             return encoded
         kind, *rest = encoded
@@ -54,14 +70,14 @@ class Decoder:
         if kind in ("tuple", "frozenset"):
             return BUILTINS[kind](self._items(rest[0]))
         if kind == "named tuple":
-            return self._class(rest[0])._make(self._items(rest[1]))
+            return tuple.__new__(self._class(rest[0]), self._items(rest[1]))
         if kind == "method":
-            return getattr(self.decode(rest[0]), rest[1])
+            return self._method(self._decode(rest[0]), rest[1])
         if kind == "part":
             return self._part(rest[0])
-        if kind == "enum":
-            return self._class(rest[0])[rest[1]]
-        return _LEAVES[kind](*rest)
+        if kind in ("enum", "flag"):
+            return self._enum(kind, *rest)
+        return decode_leaf(kind, *rest)
 
     def fill(self, value: Any, content: Sequence[Any]) -> None:
         """Put a content into an object that is there.
@@ -69,15 +85,21 @@ class Decoder:
         Raises:
             NothingThereError: As `decode`, or if the object is of another kind.
         """
+        self._fill(value, content)
+        self._fill_made()
+
+    def _fill(self, value: Any, content: Sequence[Any]) -> None:
         kind = content[0]
         if kind in ("tensor", "parameter"):
-            _fill_tensor(value, content)
+            fill_tensor(value, content)
         elif kind == "array":
-            _fill_array(value, _array(*content[1:4]))
+            _fill_array(value, decode_array(*content[1:4]))
         elif kind == "objects":
             _fill_array(value, self._objects(content))
         elif kind == "memory":
             _fill_memory(value, content[1])
+        elif kind == "buffer":
+            _fill_buffer(value, content)
         elif kind == "cell":
             for item in self._items(content[1]):
                 value.cell_contents = item
@@ -86,24 +108,20 @@ class Decoder:
 
     def _fill_container(self, value: Any, content: Sequence[Any]) -> None:
         kind, items = content[0], content[1]
-        wanted = {"list": list, "set": set, "deque": deque}.get(kind, dict)
+        wanted: Any = {"list": list, "set": set, "deque": deque}.get(kind, dict)
         if not isinstance(value, wanted):
             raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
-        if isinstance(value, list):
-            value[:] = self._items(items)
-        elif isinstance(value, dict):
-            pairs = [(self.decode(key), self.decode(child)) for key, child in items]
-            value.clear()
-            dict.update(value, pairs)
-        else:
-            found = self._items(items)
-            value.clear()
-            value.extend(found) if isinstance(value, deque) else value.update(found)
+        containers.fill(
+            value, self._pairs(items) if kind in _MAPPINGS else self._items(items, has_hashes=kind == "set")
+        )
+        if kind == "set":
+            _check_order(value, self._items(items))
 
     def _known(self, path: str) -> Any:
-        if path not in self._graph.things:
+        found = self._graph.thing_at(path)
+        if found is None:
             raise NothingThereError(f"{path} is not there any more")
-        return self._graph.things[path]
+        return found
 
     def _class(self, name: str) -> Any:
         found = found_class(name, self._graph)
@@ -117,75 +135,113 @@ class Decoder:
             raise NothingThereError(f"{name} is not there any more")
         return found
 
-    def _items(self, items: Any) -> list[Any]:
+    def _method(self, owner: Any, name: str) -> Any:
+        found = found_method(owner, name)
+        if found is None:
+            raise NothingThereError(f"{type(owner).__name__}.{name} is not there any more")
+        return found
+
+    def _enum(self, kind: str, name: str, encoded: Any) -> Any:
+        found = self._class(name)
+        try:
+            return found[encoded] if kind == "enum" else found(self._decode(encoded))
+        except (KeyError, ValueError) as error:
+            raise NothingThereError(f"{name} has no {encoded} any more") from error
+
+    def _items(self, items: Any, *, has_hashes: bool = False) -> list[Any]:
         if items and items[0] == "numbers" and len(items) == 2 and isinstance(items[1], Tensor):
             numbers: list[Any] = items[1].tolist()
             return numbers
-        return [self.decode(item) for item in items]
+        return [self._hashable(item) if has_hashes else self._decode(item) for item in items]
+
+    def _pairs(self, items: Any) -> list[tuple[Any, Any]]:
+        return [(self._hashable(key), self._decode(child)) for key, child in items]
+
+    def _hashable(self, encoded: Any) -> Any:
+        """Return a value that is complete at once: its hash may follow from its attributes."""
+        before, self._is_at_once = self._is_at_once, True
+        try:
+            return self._decode(encoded)
+        finally:
+            self._is_at_once = before
 
     def _new(self, number: int) -> Any:
         if number not in self._made:
-            self._make(number, *self._table[number])
+            self._made[number] = self._empty_one(*self._table[number])
+            self._unfilled.append(number)
+            if self._is_at_once:
+                self._fill_one(self._unfilled.pop())
         return self._made[number]
 
-    def _make(self, number: int, kind: str, *rest: Any) -> None:
-        made = self._made
-        if kind in ("list", "set", "deque", "dict", "defaultdict", "OrderedDict", "Counter"):
-            self._make_container(number, kind, *rest)
-        elif kind == "object":
-            value = made[number] = _empty(self._class(rest[0]))
-            self.set_attributes(value, rest[1])
-        elif kind in ("tensor", "parameter"):
-            made[number] = _new_tensor(kind, *rest)
-        elif kind == "array":
-            made[number] = _array(*rest)
-        elif kind == "objects":
-            made[number] = self._objects([kind, *rest])
-        elif kind == "random generator":
-            made[number] = generators.make_generator(rest[0])
-        elif kind == "partial":
-            func, args, keywords = map(self.decode, rest)
-            made[number] = functools.partial(func, *args, **keywords)
-        elif kind == "logger":
-            made[number] = logging.getLogger(rest[0])
-        elif kind == "lock":
-            made[number] = threading.RLock() if rest[0] == "RLock" else threading.Lock()
-        elif kind == "weak reference":
-            made[number] = weakref.ref(self.decode(rest[0]))
-        else:
-            raise NothingThereError(f"a {kind} is of a newer version of the package")
+    def _fill_made(self) -> None:
+        """Fill the new objects that are still empty: one after the other, however deep they lie."""
+        while self._unfilled:
+            self._fill_one(self._unfilled.pop())
 
-    def _make_container(self, number: int, kind: str, items: Any, more: Any, *own: Any) -> None:
-        value: Any
-        is_of_user = bool(own)
-        base = self._class(own[0]) if is_of_user else BUILTINS[kind]
+    def _empty_one(self, kind: str, *rest: Any) -> Any:
+        """Return a new object without what it refers to, for one that can change."""
+        if kind in _CONTAINERS:
+            return self._empty_container(kind, *rest)
+        if kind == "object":
+            return _empty(self._class(rest[0]))
+        if kind == "value":
+            base = _VALUES[rest[1]]
+            return base.__new__(self._class(rest[0]), self._decode(rest[2]))
+        if kind in ("tensor", "parameter"):
+            return new_tensor(kind, *rest)
+        if kind == "alias":
+            return self._alias(*rest)
+        if kind == "array":
+            return decode_array(*rest)
+        if kind == "objects":
+            return self._objects([kind, *rest])
+        if kind == "buffer":
+            return _new_buffer(*rest)
+        if kind == "random generator":
+            return generators.make_generator(rest[0])
+        if kind == "partial":
+            func, args, keywords = map(self._hashable, rest)
+            return functools.partial(func, *args, **keywords)
+        if kind == "logger":
+            return logging.getLogger(rest[0])
+        if kind == "progress bar":
+            return _progress_bar(*rest)
+        if kind == "lock":
+            return threading.RLock() if rest[0] == "RLock" else threading.Lock()
+        if kind == "weak reference":
+            referent = self._decode(rest[0])
+            return weakref.ref(_Gone() if referent is None else referent)
+        raise NothingThereError(f"a {kind} is of a newer version of the package")
+
+    def _empty_container(self, kind: str, items: Any, more: Any, *own: Any) -> Any:
+        value: Any = _empty(self._class(own[0]) if own else BUILTINS[kind])
         if kind == "defaultdict":
-            factory = None if more == ["same factory"] else self.decode(more)
-            value = _empty(base)
-            defaultdict.__init__(value, factory)
+            defaultdict.__init__(value, None if more == ["same factory"] else self._hashable(more))
         elif kind == "deque":
-            value = _empty(base)
             deque.__init__(value, maxlen=more)
-        else:
-            value = _empty(base)
-        self._made[number] = value
-        if kind == "list":
-            list.extend(value, self._items(items))
-        elif kind == "set":
-            set.update(value, self._items(items))
-        elif kind == "deque":
-            deque.extend(value, self._items(items))
-        else:
-            for key, child in items:
-                base_set = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
-                base_set(value, self.decode(key), self.decode(child))
-        if is_of_user:
-            self.set_attributes(value, own[1])
+        return value
+
+    def _fill_one(self, number: int) -> None:
+        value, (kind, *rest) = self._made[number], self._table[number]
+        if kind in _CONTAINERS:
+            self._fill_container(value, [kind, *rest])
+            if len(rest) > 2:  # a class of a user's own
+                self.set_attributes(value, rest[3])
+        elif kind == "object":
+            self.set_attributes(value, rest[1])
+        elif kind == "value":
+            self.set_attributes(value, rest[3])
+
+    def _alias(self, base: Any, shape: list[int], stride: list[int], offset: int, needs_grad: bool) -> Tensor:
+        other = self._hashable(base)
+        if not isinstance(other, Tensor):
+            raise NothingThereError(f"a {type(other).__name__} is there in place of a tensor")
+        return alias_of(other, shape, stride, offset).requires_grad_(needs_grad)
 
     def set_attributes(self, value: Any, encoded: Sequence[Sequence[Any]]) -> None:
         """Give an object the attributes of these names."""
         for name, child in encoded:
-            set_attribute(value, name, self.decode(child))
+            set_attribute(value, name, self._decode(child))
 
     def _objects(self, content: Sequence[Any]) -> Any:
         import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
@@ -193,6 +249,29 @@ class Decoder:
         array = np.empty(len(content[2]), dtype=object)
         array[:] = self._items(content[2])
         return array.reshape(content[1])
+
+
+_MAPPINGS = ("dict", "defaultdict", "OrderedDict", "Counter")
+_CONTAINERS = ("list", "set", "deque", *_MAPPINGS)
+
+
+def _progress_bar(name: str, position: Any, total: Any, description: Any, is_shown: bool) -> Any:
+    """Return a bar that continues where the old one was."""
+    kind = found_progress_bar(name)
+    if kind is None:
+        raise NothingThereError(f"the class {name} is not there any more")
+    description = (description or "").removesuffix(": ") or None
+    return kind(total=total, initial=position, desc=description, disable=not is_shown)
+
+
+class _Gone:
+    """What a weak reference referred to that was dead."""
+
+
+def _check_order(value: set[Any], wanted: list[Any]) -> None:
+    """Refuse a set of numbers whose order is another one; that of texts differs in each process anyway."""
+    if containers.items_of(value) != wanted and all(isinstance(item, (int, float)) for item in wanted):
+        raise NothingThereError("a set of numbers has its items again, and gives them in another order; sort it")
 
 
 def _empty(kind: type) -> Any:
@@ -205,6 +284,8 @@ def set_attribute(value: Any, name: str, child: Any) -> None:
     """Set an attribute as it lies in the object: no property and no ``__setattr__`` of its class is called."""
     slots = dict(kinds.slots_of(type(value)))
     if isinstance(value, kinds.Namespace):
+        if kinds.is_named(child):
+            raise NothingThereError("it was a value, and the state has a function")
         setattr(value.owner, name, child)
     elif name in slots:
         slots[name].__set__(value, child)
@@ -213,49 +294,15 @@ def set_attribute(value: Any, name: str, child: Any) -> None:
 
 
 def delete_attribute(value: Any, name: str) -> None:
-    """Remove an attribute as it lies in the object."""
+    """Remove an attribute as it lies in the object, if it is there."""
     slots = dict(kinds.slots_of(type(value)))
-    if isinstance(value, kinds.Namespace):
-        delattr(value.owner, name)
-    elif name in slots:
-        slots[name].__delete__(value)
-    else:
-        vars(value).pop(name, None)
-
-
-def _new_tensor(kind: str, data: Tensor, device: str, needs_grad: bool) -> Tensor:
-    tensor = data.detach().clone().to(_device(device))
-    return nn.Parameter(tensor, requires_grad=needs_grad) if kind == "parameter" else tensor.requires_grad_(needs_grad)
-
-
-def _device(name: str) -> torch.device:
-    """Return the device of this name; the CPU where there is none."""
-    device = torch.device(name)
-    if device.type == "cpu" or device.type == "meta":
-        return torch.device("cpu")
-    module = getattr(torch, device.type, None)
-    is_there = module is not None and module.is_available() and (device.index or 0) < module.device_count()
-    return device if is_there else torch.device("cpu")
-
-
-@torch.no_grad()
-def _fill_tensor(tensor: Any, content: Sequence[Any]) -> None:
-    data, needs_grad = content[1], content[3]
-    if not isinstance(tensor, Tensor):
-        raise NothingThereError(f"a {type(tensor).__name__} is there in place of a tensor")
-    if tensor.shape == data.shape and tensor.dtype == data.dtype:
-        tensor.detach().copy_(data)
-    else:
-        tensor.data = data.detach().clone().to(tensor.device)
-    if tensor.is_leaf and tensor.requires_grad != needs_grad:
-        tensor.requires_grad_(needs_grad)
-
-
-def _array(dtype: Any, shape: Sequence[int], content: bytes) -> Any:
-    import numpy as np  # noqa: PLC0415, RUF100 - optional: only a state that was saved with NumPy needs it
-
-    own = np.dtype([tuple(item) for item in dtype]) if isinstance(dtype, list) else np.dtype(dtype)
-    return np.frombuffer(content, dtype=own).reshape(shape).copy()
+    with contextlib.suppress(AttributeError):
+        if isinstance(value, kinds.Namespace):
+            delattr(value.owner, name)
+        elif name in slots:
+            slots[name].__delete__(value)
+        else:
+            vars(value).pop(name, None)
 
 
 def _fill_array(array: Any, content: Any) -> None:
@@ -270,18 +317,26 @@ def _fill_memory(value: Any, content: bytes) -> None:
     kinds.memory_of(value)[:] = content
 
 
-_LEAVES: dict[str, Callable[..., Any]] = {
-    "bytes": bytes,
-    "complex": lambda parts: complex(*parts),
-    "path": lambda kind, text: PATHS[kind](text),
-    "scalar": lambda dtype, shape, content: _array(dtype, shape, content)[0],
-    "date": lambda kind, text: DATES[kind].fromisoformat(text),
-    "timedelta": lambda parts: datetime.timedelta(*parts),
-    "range": lambda parts: range(*parts),
-    "slice": lambda parts: slice(*parts),
-    "text": lambda kind, text: TEXTS[kind](text),
-    "size": torch.Size,
-    "dtype": lambda name: getattr(torch, name),
-    "device": torch.device,
-    "ellipsis": lambda: ...,
-}
+def _new_buffer(kind: str, content: Any, position: int, kind_of_number: str | None) -> Any:
+    if kind == "bytearray":
+        return bytearray(content)
+    if kind == "array":
+        return array.array(kind_of_number or "b", content)
+    made: Any = io.StringIO() if kind == "StringIO" else io.BytesIO()
+    _fill_buffer(made, ["buffer", kind, content, position, None])
+    return made
+
+
+def _fill_buffer(value: Any, content: Sequence[Any]) -> None:
+    _, kind, held, position, kind_of_number = content
+    if type(value).__name__ != kind or getattr(value, "typecode", None) != kind_of_number:
+        raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
+    if isinstance(value, (bytearray, array.array)):
+        value[:] = _new_buffer(kind, held, position, kind_of_number)
+    elif held is None:
+        value.close()
+    else:
+        value.seek(0)
+        value.truncate()
+        value.write(held)
+        value.seek(position)

@@ -7,18 +7,13 @@ once in a table, so that those who share it share it again.
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import array
 import enum
-import fractions
 import functools
 import logging
 import math
-import pathlib
-import sys
 import threading
 import types
-import uuid
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -28,36 +23,31 @@ import torch
 from torch import Tensor
 
 from lightning_faulttolerant.state import generators
-from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects import containers, kinds
+from lightning_faulttolerant.state.objects.aliases import Aliases
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
-from lightning_faulttolerant.state.objects.modules import is_users
+from lightning_faulttolerant.state.objects.leaves import encode_array, encode_leaf
+from lightning_faulttolerant.state.objects.names import class_name, method_name, part_name
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, TooLargeError, why_not
+from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of
 
+_PLAIN = frozenset({type(None), bool, int, float})
 _MIN_NUMBERS = 64  # so many numbers in a list are kept as one tensor
 _MAX_BYTES = 1 << 30
 _ITEM_BYTES = 64
-_FUNCTIONS = ("torch", "torch.nn.functional", "numpy", "math")  # whose functions don't say where they are found
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict,
-                                                            set, frozenset, type(None), deque, Counter, OrderedDict,
-                                                            defaultdict)}  # fmt: skip
-DATES: dict[str, Any] = {kind.__name__: kind for kind in (datetime.date, datetime.datetime, datetime.time)}
-PATHS: dict[str, Any] = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath,
-                                                         pathlib.PosixPath, pathlib.WindowsPath)}  # fmt: skip
-TEXTS: dict[str, Any] = {"Decimal": decimal.Decimal, "Fraction": fractions.Fraction, "UUID": uuid.UUID}
-
-
-class CantCarryError(Exception):
-    """A value can't be carried through a checkpoint."""
-
-
-class LiveError(CantCarryError):
-    """A value stands for something outside of Python, which is no state: an open file, a lock, a progress bar."""
-
-
-class TooLargeError(CantCarryError):
-    """A value is larger than there is room."""
+VALUES: dict[Any, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+}
+"""What classes may derive from whose objects never change but for their attributes: how to get Python's own value."""
 
 
 class Encoder:
@@ -70,9 +60,13 @@ class Encoder:
 
     def __init__(self, graph: Graph, *, max_bytes: float = math.inf) -> None:
         self._graph = graph
+        self._aliases = Aliases(graph)
         self._max_bytes = self._bytes_left = max_bytes
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._owed: list[tuple[int, bool, str]] = []
+        self._is_part, self._where = False, ""
+        self._has_graphs = True
         self.table: list[Any] = []
         """The objects that the fit did not begin with, each by its number."""
 
@@ -83,6 +77,18 @@ class Encoder:
             CantCarryError: If it, or something that it refers to, can't be carried; it says what and why.
         """
         return self._or_nothing(self._encode, value)
+
+    def state(self, state_dict: Any) -> Any:
+        """Return what stands for what a ``state_dict`` returned: `encode`, with tensors that are copies without graph.
+
+        Raises:
+            CantCarryError: As `encode`.
+        """
+        self._has_graphs = False
+        try:
+            return self.encode(state_dict)
+        finally:
+            self._has_graphs = True
 
     def content(self, value: Any) -> list[Any]:
         """Return the content of an object that the fit began with, to be put into that object.
@@ -96,11 +102,27 @@ class Encoder:
     def _or_nothing(self, encode: Callable[[Any], Any], value: Any) -> Any:
         num_before, bytes_before = len(self.table), self._bytes_left
         try:
-            return encode(value)
+            encoded = encode(value)
+            self._make_owed()
+            return encoded
         except BaseException:
             self._forget(num_before)
             self._bytes_left = bytes_before
             raise
+
+    def _make_owed(self) -> None:
+        """Fill the rows of the table that are still empty: one after the other, however deep the objects lie."""
+        while self._owed:
+            number, self._is_part, self._where = self._owed.pop()
+            where = self._where
+            try:
+                self.table[number] = self._made(self._kept[number])
+            except CantCarryError as error:
+                if not self._is_part:
+                    raise
+                raise CantCarryError(f"{error}{where}") from error
+            finally:
+                self._is_part, self._where = False, ""
 
     def _take(self, num_bytes: int) -> None:
         self._bytes_left -= num_bytes
@@ -109,103 +131,183 @@ class Encoder:
 
     def _forget(self, num: int) -> None:
         self._numbers = {key: number for key, number in self._numbers.items() if number < num}
+        self._owed.clear()
+        self._aliases.forget(self._kept[num:])
         del self.table[num:], self._kept[num:]
 
     def _encode(self, value: Any) -> Any:
-        self._take(len(value) if isinstance(value, (str, bytes)) else _ITEM_BYTES)
+        self._take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
         if value is None or type(value) in (bool, int, float, str):
             return value
         path = self._graph.path_of(value)
-        if path is not None and self._graph.things[path] is value:
+        if path is not None:
             return ["known", path]
+        if isinstance(value, enum.Enum):
+            return self._enum(value)
         if kinds.is_leaf(value):
-            return _leaf(value)
+            return encode_leaf(value)
         if type(value) in (tuple, frozenset):
             return [type(value).__name__, self._items(value)]
-        if isinstance(value, tuple):
-            return ["named tuple", self._class(type(value)), self._items(value)]
+        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            return ["named tuple", class_name(type(value), self._graph), self._items(tuple.__iter__(value))]
         if isinstance(value, types.MethodType):
-            return ["method", self._encode(value.__self__), value.__func__.__name__]
+            return ["method", self._encode(value.__self__), method_name(value)]
         if kinds.is_named(value):
-            return ["part", self._name(value)]
+            return ["part", part_name(value, self._graph)]
         return ["new", self._number(value)]
+
+    def _enum(self, value: enum.Enum) -> list[Any]:
+        name = class_name(type(value), self._graph)
+        if value.name is not None and type(value).__members__.get(value.name) is value:
+            return ["enum", name, value.name]
+        return ["flag", name, self._encode(value.value)]  # several of its members together
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = len(self.table)
             self._kept.append(value)  # so that its id stays its own
             self.table.append(None)
-            self.table[number] = self._made(value)
+            self._owed.append((number, self._is_part, self._where))
         return self._numbers[id(value)]
 
     def _made(self, value: Any) -> list[Any]:
-        """Return how to make an object anew."""
+        """Return how to make an object again."""
+        if type(value) in (list, dict):  # most are
+            return self._content(value)
         if is_generator(value):
             return ["random generator", generators.pack_generator(value)]
         if isinstance(value, functools.partial):
             return ["partial", *map(self._encode, (value.func, value.args, value.keywords))]
         if isinstance(value, logging.Logger):
             return ["logger", value.name]
+        if kinds.is_progress_bar(value):
+            return ["progress bar", name_of(type(value)), *kinds.state_of_bar(value)]
         if isinstance(value, _LOCKS):
             return ["lock", type(value).__name__]
         if isinstance(value, weakref.ref):
             return ["weak reference", self._encode(value())]
-        if isinstance(value, Tensor) or kinds.is_container(value) or kinds.is_numpy(value, "ndarray"):
+        if isinstance(value, Tensor):
+            return self._new_tensor(value)
+        if kinds.is_container(value) or kinds.is_numpy(value, "ndarray") or kinds.is_buffer(value):
             return [*self._content(value), *self._rest(value)]
         if isinstance(value, torch.nn.Module):
             raise CantCarryError(f"a module ({type(value).__name__}) that was made in training")
+        if isinstance(value, tuple(VALUES)):
+            return self._value(value)
         if kinds.is_walked(value):
-            return ["object", self._class(type(value)), self._attributes(value)]
-        raise _why_not(value)
+            return ["object", class_name(type(value), self._graph), self._attributes(value)]
+        raise why_not(value)
+
+    def _new_tensor(self, tensor: Tensor) -> list[Any]:
+        """Return a copy of a tensor; for one that shares its memory with another, where it lies in that."""
+        base = self._aliases.base_of(tensor)
+        if base is None:
+            return self._content(tensor)
+        other, offset = base
+        place = [list(tensor.shape), list(tensor.stride()), offset]
+        return ["alias", self._encode(other), *place, tensor.requires_grad and tensor.is_leaf]
+
+    def _value(self, value: Any) -> list[Any]:
+        """Return how to make an object of a class that derives from a number, a string, or the like."""
+        base = next(kind for kind in VALUES if isinstance(value, kind))
+        if type(value).__new__ is not base.__new__ and not is_users(type(value)):
+            raise CantCarryError(f"a {type(value).__module__}.{type(value).__qualname__}")
+        name, plain = class_name(type(value), self._graph), self._encode(VALUES[base](value))
+        return ["value", name, base.__name__, plain, self._attributes(value)]
 
     def _rest(self, value: Any) -> list[Any]:
         """Return the class of a container of a user's own, and what it holds in attributes."""
         if not kinds.is_container(value) or kinds.is_plain_container(value):
             return []
-        return [self._class(type(value)), self._attributes(value)]
+        return [class_name(type(value), self._graph), self._attributes(value)]
 
     def _attributes(self, value: Any) -> list[Any]:
         return [[name, self._attribute(value, name, child)] for name, child in kinds.attributes(value).items()]
 
     def _attribute(self, value: Any, name: str, child: Any) -> Any:
+        is_part = self._is_part or is_users(type(value))
+        return self._inside(child, is_part=is_part, where=f", in {type(value).__name__}.{name}")
+
+    def _item(self, child: Any) -> Any:
+        if type(child) in _PLAIN:
+            self._take(_ITEM_BYTES)
+            return child
+        return self._inside(child, is_part=True, where=self._where)
+
+    def _inside(self, child: Any, *, is_part: bool, where: str) -> Any:
+        """Encode what an object refers to.
+
+        Args:
+            child: It.
+            is_part: Whether it is missed if it is live: not in a package's own handle, such as a writer or a client.
+            where: What an error says of the place.
+        """
+        before = self._is_part, self._where
+        self._is_part, self._where = is_part, where
         try:
             return self._encode(child)
         except CantCarryError as error:
-            if isinstance(error, LiveError) and not is_users(type(value)):
-                raise  # a package's own handle: a writer, a client
-            raise CantCarryError(f"{error}, in {type(value).__name__}.{name}") from error
+            if not is_part:
+                raise
+            raise CantCarryError(f"{error}{where}") from error
+        finally:
+            self._is_part, self._where = before
 
     def _content(self, value: Any) -> list[Any]:
+        if type(value) is list:
+            return ["list", self._items(value), None]
         if isinstance(value, Tensor):
-            self._take(value.numel() * value.element_size())
-            return _tensor(value)
+            return self._tensor(value)
         if kinds.is_array(value):
-            self._take(value.nbytes)
-            return _array(value)
+            if kinds.is_mapped(value):
+                raise LiveError("a file that is mapped into memory")
+            return self._array(value)
         if kinds.is_numpy(value, "ndarray"):
             return ["objects", list(value.shape), self._items(value.ravel().tolist())]
         if isinstance(value, dict):
             kind = next(kind for kind in (defaultdict, OrderedDict, Counter, dict) if isinstance(value, kind))
-            pairs = [[self._encode(key), self._encode(child)] for key, child in value.items()]
-            factory = self._factory(value.default_factory) if isinstance(value, defaultdict) else None
-            return [kind.__name__, pairs, factory]
-        if isinstance(value, deque):
-            return ["deque", self._items(value), value.maxlen]
-        if isinstance(value, set):
-            return ["set", self._items(value), None]
-        if isinstance(value, list):
-            return ["list", self._items(value), None]
+            pairs = [[self._item(key), self._item(child)] for key, child in containers.pairs_of(value)]
+            return [kind.__name__, pairs, self._factory(value) if isinstance(value, defaultdict) else None]
+        if kinds.is_container(value):
+            name = next(kind.__name__ for kind in (deque, set, list) if isinstance(value, kind))
+            return [name, self._items(containers.items_of(value)), value.maxlen if isinstance(value, deque) else None]
+        if kinds.is_buffer(value):
+            content, position = kinds.content_of_buffer(value)
+            kind_of_number = value.typecode if isinstance(value, array.array) else None
+            self._take(len(content or ""))
+            return ["buffer", type(value).__name__, content, position, kind_of_number]
         if kinds.is_shared_value(value):
             return ["memory", bytes(kinds.memory_of(value))]
         if isinstance(value, types.CellType):
             return ["cell", self._items(kinds.contents_of_cell(value))]
-        raise _why_not(value)
+        raise why_not(value)
 
-    def _factory(self, factory: Any) -> Any:
-        try:
-            return self._encode(factory)
-        except CantCarryError:
+    def _tensor(self, tensor: Tensor) -> list[Any]:
+        self._take(tensor.numel() * tensor.element_size())
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_quantized:
+            raise CantCarryError(f"a {type(tensor).__name__} that is not a plain tensor")
+        if tensor.nbytes > _MAX_BYTES:
+            raise CantCarryError(f"a tensor of {tensor.nbytes / (1 << 20):.0f} MiB, which is too large")
+        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+        has_graph = tensor.requires_grad and not tensor.is_leaf
+        needs_grad = ("graph" if self._has_graphs else False) if has_graph else tensor.requires_grad
+        grad = tensor.grad if tensor.is_leaf else None
+        more = [] if grad is None else [shard_of(grad).detach().clone()]
+        return [kind, shard_of(tensor).detach().clone(), str(tensor.device), needs_grad, *more]
+
+    def _array(self, array: Any) -> list[Any]:
+        self._take(array.nbytes)
+        if not kinds.is_plain_array(array):
+            raise CantCarryError(f"a {type(array).__name__}, which is no plain array")
+        if array.nbytes > _MAX_BYTES:
+            raise CantCarryError(f"an array of {array.nbytes / (1 << 20):.0f} MiB, which is too large")
+        return ["array", *encode_array(array)]
+
+    def _factory(self, value: Any) -> Any:
+        if self._graph.path_of(value) is not None:
             return ["same factory"]  # that of the dict that is there
+        return self._encode(value.default_factory)
 
     def _items(self, items: Iterable[Any]) -> Any:
         values = list(items)
@@ -217,104 +319,4 @@ class Encoder:
                         return ["numbers", torch.tensor(values, dtype=dtype)]
                     except (OverflowError, RuntimeError):  # whole numbers that are longer
                         break
-        return [self._encode(child) for child in values]
-
-    def _class(self, kind: type) -> str:
-        name = name_of(kind)
-        if found_class(name, self._graph) is not kind:
-            raise CantCarryError(f"a {kind.__qualname__}, whose class can't be found by its name")
-        return name
-
-    def _name(self, value: Any) -> str:
-        own_name = getattr(value, "__name__", "")
-        if BUILTINS.get(own_name) is value:
-            return f"builtins:{own_name}"
-        if isinstance(value, types.ModuleType):
-            raise LiveError(f"the module {value.__name__}")
-        qualname = getattr(value, "__qualname__", own_name)
-        names = [f"{getattr(value, '__module__', None)}:{qualname}", *(f"{name}:{own_name}" for name in _FUNCTIONS)]
-        name = next((name for name in names if found_part(name, self._graph) is value), None)
-        if name is None:
-            raise CantCarryError(f"the function {names[0]}, which can't be found by its name")
-        return name
-
-
-def found_class(name: str, graph: Graph) -> type | None:
-    """Return the class of this name, of a module that is imported; or one of those that the fit began with."""
-    known = graph.classes.get(name)
-    found = known if known is not None else found_part(name, graph)
-    return found if isinstance(found, type) else None
-
-
-def found_part(name: str, graph: Graph) -> Any:
-    """Return the class or function of this name, of a module that is imported and not one of Python's own."""
-    module_name, _, qualname = name.partition(":")
-    if module_name == "builtins":
-        return BUILTINS.get(qualname)
-    # What a checkpoint names is looked up, never imported: others may have written it.
-    if module_name.partition(".")[0] in sys.stdlib_module_names - {"__main__", "math"}:
-        return None
-    found: Any = sys.modules.get(module_name)
-    for attribute in qualname.split("."):
-        found = getattr(found, attribute, None)
-    return found
-
-
-def _leaf(value: Any) -> list[Any]:
-    if isinstance(value, enum.Enum):
-        return ["enum", name_of(type(value)), value.name]
-    if isinstance(value, pathlib.PurePath):
-        return ["path", type(value).__name__, str(value)]
-    if kinds.is_numpy(value, "generic"):
-        return ["scalar", *_array_content(value.reshape(1))]
-    kind = type(value)
-    if kind in (bytes, complex):
-        return [kind.__name__, value if kind is bytes else [value.real, value.imag]]
-    if kind in DATES.values():
-        return ["date", kind.__name__, value.isoformat()]
-    if kind is datetime.timedelta:
-        return ["timedelta", [value.days, value.seconds, value.microseconds]]
-    if kind in (range, slice):
-        return [kind.__name__, [value.start, value.stop, value.step]]
-    if kind in TEXTS.values():
-        return ["text", kind.__name__, str(value)]
-    if kind is torch.Size:
-        return ["size", list(value)]
-    if kind in (torch.dtype, torch.device):
-        return [kind.__name__, str(value).removeprefix("torch.")]
-    if value is ...:
-        return ["ellipsis"]
-    raise CantCarryError(f"a {kind.__name__}")
-
-
-def _tensor(tensor: Tensor) -> list[Any]:
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not is_plain or tensor.is_meta or tensor.is_quantized:
-        raise CantCarryError(f"a {type(tensor).__name__} that is not a plain tensor")
-    if tensor.nbytes > _MAX_BYTES:
-        raise CantCarryError(f"a tensor of {tensor.nbytes / (1 << 20):.0f} MiB, which is too large")
-    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    needs_grad = tensor.requires_grad and tensor.is_leaf
-    return [kind, shard_of(tensor).detach().clone(), str(tensor.device), needs_grad]
-
-
-def _array(array: Any) -> list[Any]:
-    if array.nbytes > _MAX_BYTES:
-        raise CantCarryError(f"an array of {array.nbytes / (1 << 20):.0f} MiB, which is too large")
-    return ["array", *_array_content(array)]
-
-
-def _array_content(array: Any) -> list[Any]:
-    if array.dtype.names is not None or array.dtype.subdtype is not None:
-        return [array.dtype.descr and [list(map(str, item)) for item in array.dtype.descr], list(array.shape),
-                array.tobytes()]  # fmt: skip
-    return [array.dtype.str, list(array.shape), array.tobytes()]
-
-
-def _why_not(value: Any) -> CantCarryError:
-    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    if kinds.is_generator(value) or kinds.is_iterator(value) or kinds.is_loader_iterator(value):
-        return CantCarryError(f"an iterator ({name}), which can't be copied")
-    if kinds.holds_data(value):
-        return CantCarryError(f"a {name}, which only its library can read")
-    return LiveError(f"a {name}")
+        return [self._item(child) for child in values]

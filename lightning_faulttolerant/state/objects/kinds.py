@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import datetime
@@ -10,16 +11,25 @@ import enum
 import fractions
 import functools
 import inspect
+import io
+import math
+import mmap
 import pathlib
 import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from lightning_faulttolerant.state.objects import containers
+from lightning_faulttolerant.state.objects.users import is_users
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 LIVE = "a live object"
 """Stands for what only this process can have: a lock, an open file, a progress bar. It is no state."""
@@ -28,26 +38,46 @@ _LEAVES = frozenset({type(None), type(...), bool, int, float, complex, str, byte
                      datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
                      fractions.Fraction, uuid.UUID, torch.dtype, torch.device, torch.Size})  # fmt: skip
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodWrapperType)
-_CONTAINERS = (list, dict, set, deque)
 _EXACT_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 # The root packages of objects that stand for something outside of Python, or that hold the whole program.
 _LIVE_ROOTS = frozenset({
-    "_io", "_pytest", "_thread", "_weakref", "argparse", "asyncio", "builtins", "concurrent", "contextlib",
+    "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
     "contextvars", "ctypes", "fsspec", "hypothesis", "io", "lightning", "lightning_fabric",
     "lightning_utilities", "litdata", "logging", "matplotlib", "mlflow", "mmap", "multiprocessing", "neptune",
     "pluggy", "pytest", "pytorch_lightning", "queue", "re", "rich", "select", "shelve", "signal", "socket",
     "sqlite3", "streaming", "subprocess", "tempfile", "tensorboard", "tensorboardX", "threading", "tqdm",
-    "wandb", "weakref", "zipfile"})  # fmt: skip
+    "wandb", "weakref", "zipfile",
+    "aim", "aiohttp", "av", "boto3", "botocore", "clearml", "comet_ml", "cv2", "dask", "decord", "google", "grpc",
+    "h5py", "httpx", "lmdb", "netCDF4", "psycopg2", "pymongo", "pysam", "rasterio", "ray", "redis", "requests",
+    "soundfile", "sqlalchemy", "swanlab", "tables", "tiledb", "torch", "trackio", "urllib3", "zarr",
+    "zmq"})  # fmt: skip
 # They keep data, in memory that only they can read.
 _DATA_ROOTS = frozenset({"PIL", "datasets", "jax", "numpy", "pandas", "polars", "pyarrow"})
+_WALKED_OF_THREADING = ("Barrier", "BoundedSemaphore", "Event", "Semaphore")
 _OWN = "lightning_faulttolerant."
 _TORCH_WALKED = ("torch.nn.", "torch.optim.", "torch.utils.data.dataset", "torch.utils.data.sampler",
-                 "torch.utils.data.distributed", "torch.quasirandom", "torch.distributions.")  # fmt: skip
+                 "torch.utils.data.distributed", "torch.quasirandom", "torch.distributions.",
+                 "torch.amp.", "torch.cuda.amp.")  # fmt: skip
+# A user's own package may have the name of one that is left alone, but not of these.
+_LIGHTNINGS = frozenset({"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"})
+
+
+def once_per_kind(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function be called once for each class."""
+    return functools.lru_cache(maxsize=4_096)(function)  # type: ignore[return-value]  # it keeps the arguments
 
 
 def is_leaf(value: Any) -> bool:
     """Return whether `value` can't change and refers to nothing that can."""
-    return type(value) in _LEAVES or isinstance(value, (enum.Enum, pathlib.PurePath)) or is_numpy(value, "generic")
+    return type(value) in _LEAVES or is_leaf_kind(type(value))
+
+
+@once_per_kind
+def is_leaf_kind(kind: type) -> bool:
+    """Return whether all instances of `kind` are leaves, those of the user's own classes of leaves among them."""
+    numpy = sys.modules.get("numpy")
+    is_numpys = numpy is not None and issubclass(kind, numpy.generic)
+    return kind in _LEAVES or is_numpys or issubclass(kind, (enum.Enum, pathlib.PurePath))
 
 
 def is_leaf_type(kind: type) -> bool:
@@ -79,6 +109,18 @@ def memory_of(value: Any) -> memoryview:
     return memoryview(value.get_obj() if hasattr(value, "get_obj") else value).cast("B")
 
 
+def is_buffer(value: Any) -> bool:
+    """Return whether `value` is one of Python's own arrays of bytes or numbers, or a file in memory."""
+    return type(value) in (bytearray, array.array, io.StringIO, io.BytesIO)
+
+
+def content_of_buffer(value: Any) -> tuple[Any, int]:
+    """Return what a buffer holds, and the position of a file in memory."""
+    if isinstance(value, (io.StringIO, io.BytesIO)):
+        return (None, 0) if value.closed else (value.getvalue(), value.tell())
+    return bytes(value), 0
+
+
 def is_shared(value: Any) -> bool:
     """Return whether other processes see what is written into `value`."""
     if isinstance(value, torch.Tensor):
@@ -98,14 +140,40 @@ def is_array(value: Any) -> bool:
     return is_numpy(value, "ndarray") and not value.dtype.hasobject
 
 
+def is_plain_array(value: Any) -> bool:
+    """Return whether `value` is an array of NumPy's own class, in memory."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_mapped(array: Any) -> bool:
+    """Return whether an array lies in a file that is mapped into memory, by itself or as a part of another one."""
+    while is_numpy(array, "ndarray"):
+        if is_numpy(array, "memmap"):
+            return True
+        array = array.base
+    return isinstance(array, mmap.mmap)
+
+
 def is_container(value: Any) -> bool:
     """Return whether `value` is a list, dict, set, or deque, or one of the user's classes of these."""
-    return isinstance(value, _CONTAINERS)
+    return isinstance(value, containers.KINDS)
 
 
 def is_plain_container(value: Any) -> bool:
     """Return whether `value` is a container of Python's own, which has no attributes."""
     return type(value) in _EXACT_CONTAINERS
+
+
+def num_bytes(value: Any) -> float:
+    """Return about how large a table, or the like, is; infinity for one that does not say."""
+    try:
+        if hasattr(value, "memory_usage"):  # of pandas
+            usage = value.memory_usage()
+            return float(usage if isinstance(usage, int) else usage.sum())
+        return float(getattr(value, "nbytes", math.inf))
+    except Exception:  # noqa: BLE001 - whatever its library raises
+        return math.inf
 
 
 def num_items(value: Any) -> int:
@@ -114,7 +182,7 @@ def num_items(value: Any) -> int:
         return value.numel()
     if is_numpy(value, "ndarray"):
         return int(value.size)
-    return len(value) if is_container(value) else 0
+    return containers.length_of(value) if is_container(value) else 0
 
 
 def is_generator(value: Any) -> bool:
@@ -139,24 +207,58 @@ def is_optimizer(value: Any) -> bool:
 
 def is_walked(value: Any) -> bool:
     """Return whether `value` is an instance whose attributes are its state."""
-    kind = type(value)
+    return _is_walked_kind(type(value))
+
+
+@once_per_kind
+def _is_walked_kind(kind: type) -> bool:
     module = kind.__module__ or ""
-    if isinstance(value, Namespace):
+    if kind is Namespace:
         return True
     if module.startswith(_OWN):
         return False
     if module == "torch" or module.startswith("torch."):
         return module.startswith(_TORCH_WALKED)
+    if module == "queue" or (module == "threading" and kind.__name__ in _WALKED_OF_THREADING):
+        return True  # their locks are live, what they hold is state
     root = module.partition(".")[0]
-    if root in _LIVE_ROOTS or root in _DATA_ROOTS:
+    if root in _LIVE_ROOTS | _DATA_ROOTS and (root in _LIGHTNINGS or not is_users(kind)):
         # `builtins` is also what a class of a notebook's or an extension's may say; those with attributes are walked.
         return False
-    return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    return bool(kind.__dictoffset__) or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+
+
+def is_progress_bar(value: Any) -> bool:
+    """Return whether `value` is a bar of tqdm's that its user moves by hand."""
+    return is_progress_bar_class(type(value)) and getattr(value, "iterable", None) is None and hasattr(value, "total")
+
+
+def state_of_bar(bar: Any) -> list[Any]:
+    """Return how far a bar is, of how much, its description, and whether it is shown."""
+    return [bar.n, bar.total, getattr(bar, "desc", None), not bar.disable]
+
+
+def is_progress_bar_class(kind: type) -> bool:
+    """Return whether a class is one of tqdm's own bars."""
+    return kind.__module__.partition(".")[0] == "tqdm" and callable(getattr(kind, "refresh", None))
+
+
+def is_hash(value: Any) -> bool:
+    """Return whether `value` is a hash of `hashlib` that somebody feeds."""
+    return (type(value).__module__ or "").startswith(("_hashlib", "_blake2", "_md5", "_sha")) and hasattr(
+        value, "digest"
+    )
+
+
+def is_live(value: Any) -> bool:
+    """Return whether `value` stands for something outside of Python: a file, a connection, a logger of a service."""
+    root = (type(value).__module__ or "").partition(".")[0]
+    return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN
 
 
 def holds_data(value: Any) -> bool:
     """Return whether `value` keeps data that nobody else can read: a table, an image."""
-    return (type(value).__module__ or "").partition(".")[0] in _DATA_ROOTS
+    return (type(value).__module__ or "").partition(".")[0] in _DATA_ROOTS and not is_users(type(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +289,7 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return what `value` holds in its own attributes, in slots too; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
-    found = dict(getattr(value, "__dict__", {}))
+    found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
     for name, slot in slots_of(type(value)):
         with contextlib.suppress(AttributeError):  # an empty slot
             found[name] = slot.__get__(value)
@@ -196,7 +298,8 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def dict_of(value: Any) -> Mapping[str, Any]:
     """Return the ``__dict__`` of `value`, or of what it has the names of, as it is."""
-    found: Mapping[str, Any] = vars(value.owner) if isinstance(value, Namespace) else value.__dict__
+    is_namespace = isinstance(value, Namespace)
+    found: Mapping[str, Any] = vars(value.owner) if is_namespace else object.__getattribute__(value, "__dict__")
     return found
 
 
@@ -206,9 +309,13 @@ def has_slots(kind: type) -> bool:
     return kind is not Namespace and (bool(slots_of(kind)) or not kind.__dictoffset__)
 
 
-@functools.lru_cache(maxsize=4_096)
 def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     """Return the slots of a class and its bases, by name."""
+    return _slots_of(kind)
+
+
+@functools.lru_cache(maxsize=4_096)
+def _slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return tuple((n, s) for base in bases for n, s in base.items() if isinstance(s, types.MemberDescriptorType))
 
@@ -218,18 +325,40 @@ def has_state_methods(value: Any) -> bool:
 
     No ``__getattr__`` of a user's is called.
     """
-    names = ("state_dict", "load_state_dict")
-    if not all(callable(inspect.getattr_static(value, name, None)) for name in names):
+    own = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else ()
+    if not all(name in own or _has_name(type(value), name) for name in STATE_METHODS):
         return False
-    return follow_protocol(*(getattr(value, name) for name in names))
+    if not all(callable(inspect.getattr_static(value, name, None)) for name in STATE_METHODS):
+        return False
+    return follow_protocol(*(getattr(value, name) for name in STATE_METHODS))
+
+
+STATE_METHODS = ("state_dict", "load_state_dict")
+
+
+@once_per_kind
+def _has_name(kind: type, name: str) -> bool:
+    return any(name in vars(base) for base in kind.__mro__)
+
+
+@once_per_kind
+def is_record_kind(kind: type) -> bool:
+    """Return whether objects of a class are what their ``__dict__`` holds, and nothing else."""
+    maker = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
+    if maker is not object or issubclass(kind, torch.nn.Module) or any(_has_name(kind, n) for n in STATE_METHODS):
+        return False
+    return bool(kind.__dictoffset__) and not slots_of(kind) and _is_walked_kind(kind) is True
 
 
 def follow_protocol(state_dict: Any, load_state_dict: Any) -> bool:
     """Return whether two methods have the arguments that torch's protocol gives them."""
-    return not _num_required(state_dict) and _num_required(load_state_dict) == 1
+    return _num_required(state_dict) == 0 and _num_required(load_state_dict) == 1
 
 
 def _num_required(method: Any) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(method).parameters.values()
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # one of an extension says nothing
+        return -1
     return sum(p.default is p.empty and (p.kind in kinds or p.kind is p.KEYWORD_ONLY) for p in parameters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import operator
+import pickle
 import types
 import warnings
 import weakref
@@ -18,16 +19,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects import containers, kinds
 from lightning_faulttolerant.state.tensors import bit_sums, shard_of
 
-_SMALL_BYTES = 65_536
+SMALL_BYTES = 65_536
+_DATA_BYTES = 1 << 20
+_NUM_SAMPLED = 256
 MANY_ITEMS = 256
 """From so many items on, lists and dicts of plain data are one object."""
 _BY_VALUE = 2  # the version of marshal's format that depends on values alone
 
 Mark = Callable[[], bool]
 """Returns whether the object still is as it was."""
+_LARGE_BYTES = 1 << 20
+
+
+class Weak(weakref.ref[Any]):
+    """Stands for a large tensor or array: training may replace it, and then its memory is free."""
+
+
+def hold(value: Any) -> Any:
+    """Return `value`, or what stands for it if it is large."""
+    is_data = isinstance(value, Tensor) or kinds.is_numpy(value, "ndarray")
+    return Weak(value) if is_data and is_large(value) else value
+
+
+def held(value: Any) -> Any:
+    """Return what `hold` was given; ``None`` if nobody else holds it any more."""
+    return value() if type(value) is Weak else value
+
+
+def is_large(value: Any) -> bool:
+    """Return whether a tensor or array is held weakly."""
+    return not (isinstance(value, Tensor) and not is_readable(value)) and bool(value.nbytes > _LARGE_BYTES)
 
 
 def mark_of(value: Any) -> Mark | None:
@@ -39,12 +63,20 @@ def mark_of(value: Any) -> Mark | None:
     if kinds.is_numpy(value, "ndarray"):
         return _items_mark(value, lambda array: array.ravel().tolist())
     if isinstance(value, dict):
-        return _items_mark(value, lambda mapping: [*mapping.keys(), *mapping.values()])
+        return _items_mark(value, _keys_and_values)
     if isinstance(value, set):
-        copied = set(value)
-        return lambda: value == copied
+        copied = set(containers.items_of(value))
+        return lambda: set.__eq__(value, copied) is True
     if kinds.is_container(value):
-        return _items_mark(value, list)
+        return _items_mark(value, containers.items_of)
+    if kinds.is_buffer(value):
+        buffer = kinds.content_of_buffer(value)
+        return lambda: kinds.content_of_buffer(value) == buffer
+    if kinds.holds_data(value):
+        return _data_mark(value)
+    if kinds.is_hash(value):
+        digest = value.digest()
+        return lambda: bool(value.digest() == digest)
     if isinstance(value, types.CellType):
         return _items_mark(value, kinds.contents_of_cell)
     if kinds.is_shared_value(value):
@@ -63,8 +95,26 @@ def length_mark(value: Any) -> Mark | None:
     """Return a mark of a container that sees items that come and go; ``None`` for anything else."""
     if not kinds.is_container(value):
         return None
-    length = len(value)
-    return lambda: len(value) == length
+    length = containers.length_of(value)
+    return lambda: containers.length_of(value) == length
+
+
+def sample_mark(value: Any) -> Mark:
+    """Return a mark of a large tensor or array that reads a few of its elements only."""
+    is_tensor = isinstance(value, Tensor)
+    if (not is_readable(value)) if is_tensor else (kinds.is_mapped(value) or not value.flags.writeable):
+        return mark_of(value) or (lambda: True)
+    place, sample = _place(value) if is_tensor else None, _sample(value)
+    return lambda: (place is None or _place(value) == place) and bool(_sample(value) == sample)
+
+
+def _sample(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        first = value.reshape(-1) if value.flags.c_contiguous else value[:1]
+        return value.shape, value.dtype, first[:: max(1, len(first) // _NUM_SAMPLED)].tobytes()
+    flat = shard_of(value).detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat[:1].reshape(-1)
+    return flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def plain_data_mark(value: Any) -> Mark | None:
@@ -89,11 +139,13 @@ def _digest(value: Any) -> bytes | None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are one object, or equal leaves."""
+    """Return whether two values are one object, or equal leaves; the other one may be what `hold` returned."""
+    if type(other) is Weak:
+        return one is other()
     if one is other:
         return True
     if type(one) is not type(other) or not kinds.is_leaf(one):
-        # A method is made anew each time that it is looked up.
+        # A method is made again each time that it is looked up.
         return isinstance(one, types.MethodType) and one == other
     return bool(one == other) or (one != one and other != other)
 
@@ -103,28 +155,58 @@ def same_items(items: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, items, others)) or all(map(same, items, others))
 
 
-def _items_mark(value: Any, items_of: Callable[[Any], list[Any]]) -> Mark:
-    copied = items_of(value)
+def items_mark(value: Any, before: Any) -> Mark:
+    """Return a mark of a list or dict that held what `before` holds."""
+    if isinstance(value, dict):
+        return _items_mark(value, _keys_and_values, _keys_and_values(before))
+    return _items_mark(value, containers.items_of, list(before))
+
+
+def _keys_and_values(mapping: Any) -> list[Any]:
+    pairs = containers.pairs_of(mapping)
+    return [key for key, _ in pairs] + [child for _, child in pairs]
+
+
+def _items_mark(value: Any, items_of: Callable[[Any], list[Any]], before: list[Any] | None = None) -> Mark:
+    copied = _held_weakly(items_of(value) if before is None else before)
 
     def is_same() -> bool:
-        if isinstance(value, dict) and 2 * len(value) != len(copied):
-            return False
-        items = value if isinstance(value, list) else items_of(value)
+        items = value if type(value) is list else items_of(value)
         return len(items) == len(copied) and same_items(items, copied)
 
     return is_same
 
 
+def _data_mark(value: Any) -> Mark | None:
+    """Return a mark of a small table, or the like, by what pickle makes of it; ``None`` for a large one."""
+    digest = _pickled(value)
+    return None if digest is None else lambda: _pickled(value) == digest
+
+
+def _pickled(value: Any) -> bytes | None:
+    if kinds.num_bytes(value) > _DATA_BYTES:
+        return None
+    try:
+        return hashlib.blake2b(pickle.dumps(value), digest_size=16).digest()
+    except Exception:  # noqa: BLE001 - whatever its library raises
+        return None
+
+
+def _held_weakly(items: list[Any]) -> list[Any]:
+    may_be_large = any(issubclass(k, Tensor) or k.__module__ == "numpy" for k in set(map(type, items)))
+    return list(map(hold, items)) if may_be_large else items
+
+
 def _tensor_mark(tensor: Tensor) -> Mark:
     tensor_ref = weakref.ref(tensor)
-    pointer, version, flag = _place(tensor)
+    place = _place(tensor)
     content = _tensor_content(tensor) if is_readable(tensor) else None
 
     def is_same() -> bool:
         now = tensor_ref()
         if now is None:
             return True  # nobody holds it: there is nothing to carry
-        if _place(now) != (pointer, version, flag):
+        if _place(now) != place:
             return False
         return content is None or _tensor_content(now) == content  # `x.data.mul_(2)` does not count as a version
 
@@ -134,15 +216,21 @@ def _tensor_mark(tensor: Tensor) -> Mark:
 def _tensor_content(tensor: Tensor) -> Any:
     """Return something that differs where the bits of two tensors do."""
     shard = shard_of(tensor).detach()
-    if shard.nbytes <= _SMALL_BYTES and shard.device.type == "cpu":
+    if shard.nbytes <= SMALL_BYTES and shard.device.type == "cpu":
         return hash(shard.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return bit_sums(tensor).tolist()
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    grad = tensor.grad if tensor.is_leaf else None
+    state = _version(tensor), tensor.requires_grad, None if grad is None else (id(grad), _version(grad))
     if not is_readable(tensor):
-        return id(tensor), tensor._version, tensor.requires_grad
-    return (shard_of(tensor).data_ptr(), tuple(tensor.shape), tensor.dtype), tensor._version, tensor.requires_grad
+        return id(tensor), state
+    return (shard_of(tensor).data_ptr(), tuple(tensor.shape), tensor.dtype), state
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -155,16 +243,21 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _array_mark(array: Any) -> Mark:
-    if not array.flags.writeable:  # one that was mapped to be read
+    if not array.flags.writeable or kinds.is_mapped(array):  # what a file holds is no state
         return lambda: True
-    content = _content(array)
-    return lambda: bool(_content(array) == content)
+    content, kept = _content(array), hold(array)
+
+    def is_same() -> bool:
+        now = held(kept)
+        return now is None or bool(_content(now) == content)
+
+    return is_same
 
 
 def _content(array: Any) -> Any:
     """Return something that differs where the contents of two arrays do: of a large one the sums of its bits."""
     place = (array.shape, array.dtype)
-    if array.nbytes <= _SMALL_BYTES:
+    if array.nbytes <= SMALL_BYTES:
         return place, array.tobytes()
     flat = (array if array.flags.c_contiguous else array.copy(order="C")).reshape(-1).view("uint8")
     return place, bit_sums(torch.from_numpy(flat)).tolist()
@@ -212,4 +305,6 @@ def _numbers_in(value: Any) -> Any:
         return tuple(map(_numbers_in, value))
     if kinds.is_iterator(value):
         return _iterator_place(value)
-    return value if type(value) in (int, float) else operator.length_hint(value, -1)
+    if type(value) in (int, float):
+        return value
+    return operator.length_hint(value, -1) if type(value).__module__ in ("builtins", "itertools") else -1

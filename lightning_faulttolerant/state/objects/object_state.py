@@ -15,16 +15,15 @@ from torch import Tensor
 
 from lightning_faulttolerant.state.differences import digests_of
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.decoding import (
-    Decoder,
-    NothingThereError,
-    delete_attribute,
-    set_attribute,
-)
-from lightning_faulttolerant.state.objects.encoding import CantCarryError, Encoder, LiveError
-from lightning_faulttolerant.state.objects.graph import Graph, Node, Rules, attributes_of, graph_of
-from lightning_faulttolerant.state.objects.marks import is_readable, same
+from lightning_faulttolerant.state.objects.decoding import Decoder, delete_attribute, set_attribute
+from lightning_faulttolerant.state.objects.encoding import Encoder
+from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.marks import held, is_readable, same
+from lightning_faulttolerant.state.objects.nodes import Node
+from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, OpaqueError
 from lightning_faulttolerant.state.objects.unchanged import Unchanged
+from lightning_faulttolerant.state.objects.walk import Rules, attributes_of, graph_of
 
 NODES, TABLE, LOST = "nodes", "table", "lost"
 _STATE, _CONTENT = "<state>", "<content>"  # beside the names of attributes
@@ -45,6 +44,8 @@ class ObjectState:
         self._rules = rules
         self._graph = graph_of(roots, rules, self._mark_of_state)
         self._always: dict[str, set[str]] = {}
+        self.live: dict[str, str] = {}
+        """What the last `state_dict` has left out because it is no state, by path: files, locks, progress bars."""
 
     def __len__(self) -> int:
         return len(self._graph.nodes)
@@ -54,14 +55,20 @@ class ObjectState:
 
         What was known by the name of one of `roots`, and is another object, is forgotten.
         """
+        dropped: dict[int, Node] = {}
         for name, value in roots.items():
-            if name in self._graph.things and self._graph.things[name] is not value:
-                self._graph.forget(name)
+            if name in self._graph.things and held(self._graph.things[name]) is not value:
+                dropped.update(self._graph.forget(name))
         graph_of(roots, self._rules, self._mark_of_state, graph=self._graph)
+        for node in dropped.values():
+            path = self._graph.path_of(node.value)
+            if path is not None and self._graph.node_at(path) is not None:
+                self._graph.nodes[path] = node  # the baseline is still that of the start
 
     @property
     def changed(self) -> dict[str, set[str]]:
         """The objects that are not what they were, by path, each with what changed of it (see `_parts_changed`)."""
+        self._graph.expand_changed()
         return self.changed_of(self._graph.nodes)
 
     def changed_of(self, paths: Iterable[str]) -> dict[str, set[str]]:
@@ -82,24 +89,29 @@ class ObjectState:
     def carry_copies(self, tensors: Iterable[Tensor]) -> None:
         """Carry those that are copies of one of `tensors`, even if they never change.
 
-        Whoever copies the weights when a run starts would copy others in a resumed one.
+        Whoever copies the weights when a run starts would copy others in a resumed one. A tensor whose elements are all
+        equal may be a constant of the user's that equals the weights of a norm: it is only taken for a copy where its
+        holder has others.
         """
         originals: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
             originals.setdefault(_form(tensor), []).append(tensor)
-        for path, node in self._graph.nodes.items():
-            value = node.value
-            if isinstance(value, Tensor) and any(_is_copy(value, one) for one in originals.get(_form(value), ())):
-                self._always.setdefault(path, set()).add(_CONTENT)
+        self._graph.expand_tensors(lambda tensor: _form(tensor) in originals)
+        nodes = ((path, node.value) for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
+        copies = {path: v for path, v in nodes if any(_is_copy(v, one) for one in originals.get(_form(v), ()))}
+        holders = {_holder_of(path) for path, tensor in copies.items() if not _is_constant(tensor)}
+        self.carry({path: {_CONTENT} for path in copies if _holder_of(path) in holders})
 
     @property
     def paths(self) -> list[str]:
         """The paths of all objects that can change, the nearest first."""
         return list(self._graph.nodes)
 
-    def not_known(self, other: ObjectState) -> list[Any]:
-        """Return the containers and tensors that are known to `other` only; no large ones, which are data."""
-        found = (node.value for node in other._graph.nodes.values() if self._graph.path_of(node.value) is None)
+    def not_known(self, roots: Mapping[str, Any]) -> list[Any]:
+        """Return the containers and tensors that were not there when this was made; no large ones, which are data."""
+        now = graph_of(roots, self._rules, self._mark_of_state, with_contents=False)
+        nodes = (node.value for node in now.nodes.values())
+        found = (value for value in (*nodes, *now.recorded(self._graph)) if not self._graph.is_met(value))
         kept = (value for value in found if kinds.is_container(value) or isinstance(value, Tensor))
         return [value for value in kept if kinds.num_items(value) <= _MANY_ITEMS]
 
@@ -110,10 +122,12 @@ class ObjectState:
 
     def things_of(self, is_one: Callable[[Any], bool]) -> dict[str, Any]:
         """Return the objects of which `is_one` says so, those that are not looked into among them, by path."""
-        return {path: value for path, value in self._graph.things.items() if is_one(value)}
+        found = ((path, held(value)) for path, value in self._graph.things.items())
+        return {path: value for path, value in found if is_one(value)}
 
     def carry_tensors(self) -> None:
         """Carry all tensors, even if they never change."""
+        self._graph.expand_tensors(lambda tensor: True)
         tensors = (path for path, node in self._graph.nodes.items() if isinstance(node.value, Tensor))
         self.carry({path: {_CONTENT} for path in tensors})
 
@@ -136,10 +150,13 @@ class ObjectState:
             ``nodes``, what changed of each object, by path; ``table``, the objects that were not there before; and
             ``lost``, by path, why a change can't be carried. All three are empty if nothing has changed.
         """
+        if of is None:
+            self._graph.expand_changed()
         encoder = Encoder(self._graph, max_bytes=max_bytes)
+        self.live = {}
         nodes: dict[str, Any] = {}
         lost: dict[str, str] = {}
-        for path in self._graph.nodes if of is None else of:
+        for path in list(self._graph.nodes) if of is None else of:
             always = self._always.get(path, _NONE)
             node = self._graph.nodes[path]
             found = self._encoded(path, node, encoder, lost, always=always, without=without)
@@ -155,8 +172,10 @@ class ObjectState:
         """
         decoder = Decoder(self._graph, state[TABLE])
         missing: list[str] = []
-        for path, content in state[NODES].items():
-            node = self._graph.nodes.get(path)
+        # What has a `state_dict` may refer to the others.
+        by_state = sorted(state[NODES].items(), key=lambda item: _STATE in item[1])
+        for path, content in by_state:
+            node = self._graph.node_at(path)
             if node is None:
                 missing.append(f"{path}: it is not there any more")
                 continue
@@ -168,7 +187,7 @@ class ObjectState:
         encoder, lost = Encoder(self._graph), dict[str, str]()
         nodes = {}
         for path, content in state[NODES].items():
-            if path in self._graph.nodes:
+            if self._graph.node_at(path) is not None:
                 names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
                 always = names | {part for part in (_STATE, _CONTENT) if part in content}
                 nodes[path] = self._encoded(path, self._graph.nodes[path], encoder, lost, always=always)
@@ -202,11 +221,11 @@ class ObjectState:
         if without:
             changed = {part for part in changed if _path_of(path, part) not in without}
         found: dict[str, Any] = {}
-        if not changed:
+        if not changed or node.value is None:
             return found
         if _STATE in changed:
             with _Noted(lost, path):
-                found[_STATE] = encoder.encode(node.value.state_dict())
+                found[_STATE] = encoder.state(node.value.state_dict())
         if _CONTENT in changed:
             with _Noted(lost, path):
                 found[_CONTENT] = encoder.content(node.value)
@@ -214,28 +233,23 @@ class ObjectState:
         attributes = []
         for name in sorted(changed - {_STATE, _CONTENT}):
             if name in now:
-                with _Noted(lost, f"{path}.{name}"):
+                with _Noted(lost, f"{path}.{name}", live=self.live, may_be_handle=_may_be_handle(node, name)):
                     attributes.append([name, encoder.encode(now[name])])
         gone = sorted(changed - {_STATE, _CONTENT} - now.keys())
         return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}
 
     def _restore(self, node: Node, content: Mapping[str, Any], decoder: Decoder) -> list[str]:
-        missing = []
-        try:
+        missing: list[str] = []
+        with _Missing(missing, ""):
             if _STATE in content:
                 node.value.load_state_dict(decoder.decode(content[_STATE]))
             if _CONTENT in content:
                 decoder.fill(node.value, content[_CONTENT])
-        except NothingThereError as error:
-            missing.append(f": {error}")
         for name, encoded in content.get("attributes", ()):
-            try:
+            with _Missing(missing, f".{name}"):
                 value = decoder.decode(encoded)
-            except NothingThereError as error:
-                missing.append(f".{name}: {error}")
-                continue
-            if not same(value, kinds.attributes(node.value).get(name, _MISSING)):
-                set_attribute(node.value, name, value)
+                if not same(value, kinds.attributes(node.value).get(name, _MISSING)):
+                    set_attribute(node.value, name, value)
         for name in content.get("gone", ()):
             delete_attribute(node.value, name)
         return missing
@@ -244,7 +258,7 @@ class ObjectState:
         """Return what stands for the ``state_dict`` of an object, ``None`` if that can't be carried."""
         try:
             encoder = Encoder(Graph())
-            encoded = encoder.encode(value.state_dict())
+            encoded = encoder.state(value.state_dict())
         except Exception:  # noqa: BLE001 - a user's own; its attributes are looked at instead
             return None
         return digests_of({"state": encoded, "table": encoder.table})
@@ -257,6 +271,15 @@ def _form(tensor: Tensor) -> Any:
 def _is_copy(tensor: Tensor, original: Tensor) -> bool:
     is_plain = all(type(one) in (Tensor, torch.nn.Parameter) and is_readable(one) for one in (tensor, original))
     return is_plain and tensor is not original and torch.equal(tensor, original)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    flat = tensor.detach().reshape(-1)
+    return not flat.numel() or bool((flat == flat[0]).all())
+
+
+def _holder_of(path: str) -> str:
+    return path[: max(path.rfind("."), path.rfind("["))]
 
 
 def _path_of(path: str, part: str) -> str:
@@ -279,32 +302,71 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
         found.update((path, content[part]) for part in (_STATE, _CONTENT) if part in content)
         found.update((f"{path}.{name}", encoded) for name, encoded in content.get("attributes", ()))
         found.update((f"{path}.{name}", _STATE) for name in content.get("gone", ()))
-    return {path: _with_new_objects(encoded, state[TABLE], set()) for path, encoded in found.items()}
+    return {path: [encoded, *_rows_of(encoded, state[TABLE])] for path, encoded in found.items()}
 
 
-def _with_new_objects(encoded: Any, table: Sequence[Any], seen: set[int]) -> Any:
-    if not isinstance(encoded, (list, tuple)):
-        return encoded
-    kind, number = encoded if len(encoded) == 2 else (None, None)
-    if kind == "new" and isinstance(number, int) and number < len(table) and number not in seen:
-        seen.add(number)
-        return _with_new_objects(table[number], table, seen)
-    return [_with_new_objects(item, table, seen) for item in encoded]
+def _rows_of(encoded: Any, table: Sequence[Any]) -> list[Any]:
+    """Return the rows of the table that a value refers to, and those that these refer to."""
+    rows: dict[int, Any] = {}
+    queue = [encoded]
+    while queue:
+        value = queue.pop()
+        if not isinstance(value, (list, tuple)):
+            continue
+        kind, number = value if len(value) == 2 else (None, None)
+        if kind == "new" and isinstance(number, int) and number < len(table):
+            if number not in rows:
+                rows[number] = table[number]
+                queue.append(table[number])
+        else:
+            queue.extend(value)
+    return list(rows.values())
+
+
+def _may_be_handle(node: Node, name: str) -> bool:
+    """Return whether what only its library can read may be what a data set has opened to read from."""
+    was_nothing = node.attributes is not None and node.attributes.get(name) is None
+    return was_nothing and isinstance(node.value, torch.utils.data.Dataset)
 
 
 class _Noted:
     """Notes why a value can't be carried."""
 
-    def __init__(self, lost: dict[str, str], path: str) -> None:
-        self._lost, self._path = lost, path
+    def __init__(
+        self, lost: dict[str, str], path: str, *, live: dict[str, str] | None = None, may_be_handle: bool = False
+    ) -> None:
+        self._lost, self._path, self._may_be_handle = lost, path, may_be_handle
+        self._live = {} if live is None else live
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, LiveError):  # a handle that was opened, or opened again, is no state
+        is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
+        if is_handle:  # that was opened, or opened again: it is no state
+            self._live[self._path] = str(error)
             return True
         if isinstance(error, CantCarryError):
             self._lost[self._path] = str(error)
             return True
+        if isinstance(error, Exception):  # of the user's own code, or too deep
+            self._lost[self._path] = f"{type(error).__name__}: {error}"
+            return True
         return False
+
+
+class _Missing:
+    """Notes why a value can't be restored: of a user's own, or of a state that is damaged."""
+
+    def __init__(self, missing: list[str], name: str) -> None:
+        self._missing, self._name = missing, name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        reason = str(error) if isinstance(error, NothingThereError) else f"{type(error).__name__}: {error}"
+        self._missing.append(f"{self._name}: {reason}")
+        return True

@@ -9,16 +9,15 @@ import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from lightning_faulttolerant.state.objects import kinds
-from lightning_faulttolerant.state.objects.graph import Node
 from lightning_faulttolerant.state.objects.marks import MANY_ITEMS
+from lightning_faulttolerant.state.objects.nodes import Node
 
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
-_dict_of = operator.attrgetter("__dict__")
 _values_of = operator.methodcaller("values")
 _EMPTY = object()
 
@@ -43,6 +42,7 @@ class Unchanged:
         """Note how all of them look now."""
         self._one_by_one: list[str] = []
         self._owners: list[Any] = []
+        self._namespaces: list[Any] = []
         self._sequences: list[Any] = []
         self._mappings: list[Any] = []
         self._slots: list[Callable[[], Any]] = []
@@ -54,13 +54,15 @@ class Unchanged:
     def _takes(self, node: Node) -> bool:
         """Let an object be compared at once with the others, if it can be."""
         value, kind = node.value, type(node.value)
+        if node.holds_weakly:
+            return False
         if node.mark is not None:
             is_plain = node.attributes is None and kind in (*_SEQUENCES, *_MAPPINGS) and len(value) < MANY_ITEMS
             if is_plain:
                 (self._sequences if kind in _SEQUENCES else self._mappings).append(value)
             return is_plain
         if node.raw is not None:
-            self._owners.append(value.owner if kind is kinds.Namespace else value)
+            self._namespaces.append(value.owner) if kind is kinds.Namespace else self._owners.append(value)
             return True
         if node.attributes is None or kind is kinds.Namespace:
             return False
@@ -70,7 +72,8 @@ class Unchanged:
         return True
 
     def _look(self) -> list[list[int]]:
-        dicts = [*map(_dict_of, self._owners), *self._mappings]
+        own = map(object.__getattribute__, self._owners, repeat("__dict__"))
+        dicts = [*own, *map(vars, self._namespaces), *self._mappings]
         return [
             _ids_in(self._slots),
             [*map(len, dicts), *map(len, self._sequences)],

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import shard_of
 
 _LENGTH = 16
@@ -119,7 +120,7 @@ def _attributes(value: Any) -> Any:
     """Return what an object consists of; of one that shows nothing its text, if that tells no address."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    attributes = getattr(value, "__dict__", None)
+    attributes = own_dict(value)
     if attributes:
         return dict(attributes)
     text = repr(value)

@@ -16,6 +16,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 
+from lightning_faulttolerant.state.tensors import plain_copy
+
 SEAMS = {
     "trainer.fit_loop.epoch_loop._results": "means and sums logged over an epoch",
     "trainer._logger_connector._first_loop_iter": "means logged over an epoch, right after a resume",
@@ -45,7 +47,7 @@ def load_logger_connector(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _copied(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in metrics.items()}
+    return {name: plain_copy(v) if isinstance(v, Tensor) else v for name, v in metrics.items()}
 
 
 def result_collections(trainer: Trainer) -> dict[str, _ResultCollection]:
@@ -101,7 +103,7 @@ def result_cache(item: _ResultMetric) -> dict[str, Any]:
     """Return what a logged value remembers besides its sums: the last step's value and how it was reset."""
     cache = item._forward_cache
     return {
-        "forward": cache.detach().clone() if isinstance(cache, Tensor) else None,
+        "forward": plain_copy(cache) if isinstance(cache, Tensor) else None,
         "has_reset": item.has_reset,
         "update_count": item.update_count,
     }

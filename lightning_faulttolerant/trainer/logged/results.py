@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_faulttolerant.state.metrics import named_metrics
+from lightning_faulttolerant.state.tensors import plain_copy
 from lightning_faulttolerant.trainer.logged import compat
 
 _SUMS = ("value", "cumulated_batch_size")
@@ -43,7 +44,7 @@ def _item_state(item: Any) -> dict[str, Any]:
     return {
         "meta": compat.metadata_state(item),
         "cache": compat.result_cache(item),
-        "sums": {name: value.detach().clone() for name, value in sums.items() if isinstance(value, Tensor)},
+        "sums": {name: plain_copy(value) for name, value in sums.items() if isinstance(value, Tensor)},
     }
 
 

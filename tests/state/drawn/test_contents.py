@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_faulttolerant.state.drawn import contents
 from lightning_faulttolerant.state.drawn.contents import contents_of
-from lightning_faulttolerant.state.objects.graph import Rules
+from lightning_faulttolerant.state.objects.walk import Rules
 
 
 class Scale(nn.Module):

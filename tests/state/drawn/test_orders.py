@@ -166,3 +166,57 @@ def test_texts_tell_values_apart() -> None:
     assert text_of({"b", "a"}) == text_of({"a", "b"})
     assert text_of({"a": 1, "b": 2}) != text_of({"b": 2, "a": 1})
     assert text_of(float("nan")) == text_of(float("nan"))
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])
+def test_large_arrays_are_not_read(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array with more elements than are kept has no order, so none of it is read, and none becomes a list."""
+    value = make([2, 1, 0])
+    monkeypatch.setattr(orders, "_MAX_ELEMENTS", 3)
+    assert orders.is_ordered(value)
+    monkeypatch.setattr(orders, "_MAX_ELEMENTS", 2)
+    assert not orders.is_ordered(value)
+
+
+def test_corpus_on_a_disk(tmp_path: Path) -> None:
+    """A file of 40 GB that is mapped into memory is passed over at once."""
+    path = tmp_path / "train.bin"
+    with path.open("wb") as file:
+        file.truncate(40 * 2**30)
+    assert not orders.is_ordered(np.memmap(path, dtype=np.uint16, mode="r"))
+
+
+def test_arrays_become_no_lists() -> None:
+    """The numbers of an array are compared and put in order as they are."""
+
+    class Guarded(np.ndarray[Any, Any]):
+        def tolist(self) -> Any:
+            raise AssertionError("made a list")
+
+    first, second = (np.array(shuffled(list(range(NUM)), seed)).view(Guarded) for seed in (0, 1))
+    kept = orders.kept_order(first)
+    assert kept is not None
+    assert orders.digest(first) != orders.digest(second)
+    assert orders.fill(second, orders.in_order(second, kept))
+    assert orders.digest(first) == orders.digest(second)
+
+
+def test_names_that_are_the_same_in_each_directory() -> None:
+    """Files of one name in many directories are told apart, in another place of the data, too."""
+    first, second = ([f"/data/case_{i}/volume.nii" for i in shuffled(list(range(NUM)), seed)] for seed in (0, 1))
+    assert orders.digest(first) != orders.digest(second)
+    moved = [name.replace("/data", "/mnt/else") for name in first]
+    assert orders.digest(first) == orders.digest(moved)
+    kept = orders.kept_order(first)
+    assert kept is not None
+    assert orders.in_order(second, kept) == first
+    labeled = [(name, 0) for name in second]
+    assert orders.digest(labeled) != orders.digest([(name, 0) for name in first])
+
+
+def test_an_element_that_holds_itself_is_not_plain() -> None:
+    """It has no text, and is no error."""
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(NotPlainError):
+        orders.digest([loop])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_faulttolerant.state.objects.modules import is_users, users_namespaces, users_variables
+from lightning_faulttolerant.state.objects.modules import users_namespaces, users_variables
 from lightning_faulttolerant.state.objects.object_state import ObjectState
+from lightning_faulttolerant.state.objects.users import is_users
 
 LOSSES: list[float] = []
 STEP = 0
@@ -21,19 +22,23 @@ class Counter:
     count = 0
 
 
+HERE = f"globals/{__name__}"
+
+
 def test_globals_and_class_attributes() -> None:
     """Values of a user's module and of its classes are found; functions, classes, and modules are not."""
     namespaces = users_namespaces()
-    found = namespaces[__name__].attributes()
+    found = namespaces[HERE].attributes()
     assert {"LOSSES", "STEP"} <= found.keys()
     assert not {"Counter", "random", "test_globals_and_class_attributes", "__name__"} & found.keys()
-    assert namespaces[f"{__name__}.Counter"].attributes() == {"count": 0}
-    assert users_variables()[__name__]["LOSSES"] is LOSSES
+    assert namespaces[f"{HERE}.Counter"].attributes() == {"count": 0}
+    assert users_variables()[HERE]["LOSSES"] is LOSSES
 
 
 def test_installed_modules_are_left_alone() -> None:
     """Python's modules, installed packages, and this package have no globals of the user's."""
-    names = {name.partition(".")[0] for name in users_namespaces()}
+    names = {name.removeprefix("globals/").partition(".")[0] for name in users_namespaces()}
+    assert "tests" in names
     assert not names & {"random", "torch", "lightning", "numpy", "pytest", "lightning_faulttolerant"}
     assert is_users(Counter)
     assert not is_users(random.Random)
@@ -45,7 +50,7 @@ def test_changes_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "STEP", 0)
     monkeypatch.setattr(Counter, "count", 0)
     monkeypatch.setattr(sys.modules[__name__], "LOSSES", [])
-    names = (__name__, f"{__name__}.Counter")
+    names = (HERE, f"{HERE}.Counter")
     state = ObjectState({name: users_namespaces()[name] for name in names})
     global STEP
     STEP, Counter.count = 3, 4
@@ -63,7 +68,7 @@ def test_script_is_the_users(tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     try:
         __import__("own")
-        assert "own" in users_namespaces()
+        assert "globals/own" in users_namespaces()
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("own", None)

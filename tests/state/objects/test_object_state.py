@@ -11,6 +11,7 @@ import logging
 import pathlib
 import random
 import threading
+import types
 import uuid
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -27,8 +28,10 @@ import torch
 from torch import nn
 
 from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
-from lightning_faulttolerant.state.objects.graph import Rules
+from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
+from lightning_faulttolerant.state.objects.users import global_path
+from lightning_faulttolerant.state.objects.walk import Rules
 
 Pair = namedtuple("Pair", "first second")
 
@@ -354,12 +357,47 @@ def test_what_is_not_there_any_more_is_named() -> None:
     assert fresh.number == 2
 
 
-def test_checkpoint_cannot_name_functions_of_python() -> None:
-    """What a file names is looked up among what is imported, never in the standard library."""
+HARMFUL = {
+    "of Python": ["part", "os:system"],
+    "by way of a library": ["part", "torch:os.system"],
+    "eval": ["part", "torch:builtins.eval"],
+    "builtin": ["part", "builtins:eval"],
+    "load": ["part", "torch:load"],
+    "file": ["part", "torch:from_file"],
+    "partial": ["new", 0],
+    "attribute of a module": ["method", ["dtype", "os"], "system"],
+    "attribute of a class": ["method", ["dtype", "float32"], "__class__"],
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_checkpoint_cannot_name_what_runs(kind: str) -> None:
+    """What a file names is looked up among what is imported, never what reads files or starts programs."""
     owner = SimpleNamespace(hook=None)
-    saved = {NODES: {"root": {"attributes": [["hook", ["part", "os:system"]]]}}, TABLE: [], LOST: {}}
-    assert ObjectState({"root": owner}).load_state_dict(saved) == ["root.hook: os:system is not there any more"]
+    table = [["partial", ["part", "torch:load"], ["tuple", []], ["new", 1]], ["dict", [], None]]
+    saved = {NODES: {"root": {"attributes": [["hook", HARMFUL[kind]]]}}, TABLE: table, LOST: {}}
+    assert len(ObjectState({"root": owner}).load_state_dict(saved)) == 1
     assert owner.hook is None
+
+
+def test_checkpoint_cannot_replace_methods() -> None:
+    """A class attribute gets a value again, never a function."""
+    state = ObjectState({"class": Namespace(owner=Average), "root": Average()}, Rules(left_out=lambda value: ()))
+    attributes = [["load_state_dict", ["part", f"{__name__}:through_a_file"]]]
+    saved = {NODES: {"class": {"attributes": attributes}}, TABLE: [], LOST: {}}
+    before = Average.load_state_dict
+    assert len(state.load_state_dict(saved)) == 1
+    assert Average.load_state_dict is before
+
+
+def test_roots_keep_apart_from_modules_of_the_same_name() -> None:
+    """A module of the user's that is called `module` has a path of its own."""
+    here = types.ModuleType("module")
+    here.STEPS = 0  # type: ignore[attr-defined]  # mypy: a module has no attributes
+    root = Record()
+    state = ObjectState({"module": root, global_path("module"): Namespace(owner=here)})
+    root.number, here.STEPS = 1, 2  # type: ignore[attr-defined]
+    assert state.state_dict()[NODES].keys() == {"module", "globals/module"}
 
 
 def test_what_is_left_out() -> None:

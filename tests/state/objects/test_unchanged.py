@@ -44,10 +44,12 @@ def unchanged(value: Any) -> tuple[ObjectState, Unchanged]:
 
 
 def move_between_neighbors(root: Any) -> None:
+    """Move the only item of a list to its neighbor, where it is the first one."""
     root.value[1].insert(0, root.value[0].pop())
 
 
 def set_filled(root: Any) -> None:
+    """Set a slot that holds something."""
     root.value.filled = 2
 
 

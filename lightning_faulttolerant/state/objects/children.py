@@ -1,0 +1,80 @@
+"""What one object refers to, each child by its path."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_faulttolerant.state.objects import containers, kinds
+
+
+def items_of(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Return what a container or another holder refers to, by path."""
+    if isinstance(value, dict):
+        for i, (key, child) in enumerate(containers.pairs_of(value)):
+            if not kinds.is_leaf(child):
+                yield f"{path}[{_key_text(key, i)}]", child
+    elif isinstance(value, (list, tuple, deque)):
+        items = list(tuple.__iter__(value)) if isinstance(value, tuple) else containers.items_of(value)
+        if not all(map(kinds.is_leaf_type, set(map(type, items)))):
+            yield from ((f"{path}[{i}]", child) for i, child in enumerate(items) if not kinds.is_leaf(child))
+    elif kinds.is_numpy(value, "ndarray") and value.dtype.hasobject:
+        children = enumerate(value.ravel().tolist())
+        yield from ((f"{path}[{i}]", child) for i, child in children if not kinds.is_leaf(child))
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(value, types.MethodType):
+        yield f"{path}.__self__", value.__self__
+    elif isinstance(value, types.CellType):
+        yield from ((f"{path}.value", child) for child in kinds.contents_of_cell(value))
+
+
+def _key_text(key: Any, place: int) -> str:
+    if (type(key) is tuple and all(map(kinds.is_leaf, key))) or kinds.is_leaf(key):
+        return repr(key)
+    return f"{type(key).__name__} {place}"  # two keys of one class are two paths
+
+
+def of_module(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return the children, parameters, and buffers of a module, by path."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield f"{path}.{name}", child
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                yield f"{path}.{name}", tensor
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+          "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
+
+
+def of_hooks(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
+    """Return what is registered on a module, a tensor, or an optimizer; its keys are others in each process."""
+    for name in _HOOKS:
+        hooks = getattr(owner, name, None) or {}
+        yield from ((f"{path}.{name}[{i}]", hook) for i, hook in enumerate(list(hooks.values())))
+
+
+def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, Any]]:
+    """Return the functions and classes of a module or a class, which may keep something."""
+    if namespace.names is None:
+        for name, value in list(vars(namespace.owner).items()):
+            found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(found, (types.FunctionType, type)):
+                yield f"{path}.{name}()", found
+
+
+def of_function(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Return the attributes, the defaults, and the closure of a function."""
+    yield from ((f"{path}.{name}", child) for name, child in kinds.attributes(function).items())
+    yield from ((f"{path}.__defaults__[{i}]", child) for i, child in enumerate(function.__defaults__ or ()))
+    yield from ((f"{path}.__kwdefaults__[{name}]", child) for name, child in (function.__kwdefaults__ or {}).items())
+    names = function.__code__.co_freevars
+    yield from ((f"{path}.{name}", cell) for name, cell in zip(names, function.__closure__ or (), strict=True))

@@ -1,0 +1,135 @@
+"""Classes and functions by name, which are looked up among what is imported: others may have written a checkpoint.
+
+A checkpoint can name classes, which are made without running their code, and functions of the user's modules and a few
+of torch, NumPy, and Python's `math`. It can't name what reads files or starts programs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.graph import Graph, name_of
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError
+from lightning_faulttolerant.state.objects.users import is_users_function
+
+BUILTINS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict,
+                                                            set, frozenset, type(None), deque, Counter, OrderedDict,
+                                                            defaultdict)}  # fmt: skip
+_HARMLESS = frozenset({"argparse:Namespace", "collections:UserDict", "collections:UserList", "collections:UserString",
+                       "types:SimpleNamespace"})  # fmt: skip
+_OF_LIBRARIES = ("torch", "torch.nn.functional", "numpy", "math")  # whose functions don't say where they are found
+_FILES = ("from_file", "fromfile", "load", "save")
+_PYTHONS = sys.stdlib_module_names - {"__main__"}
+
+
+def class_name(kind: type, graph: Graph) -> str:
+    """Return the name of a class.
+
+    Raises:
+        CantCarryError: If it can't be found by its name.
+    """
+    name = name_of(kind)
+    if found_class(name, graph) is not kind:
+        raise CantCarryError(f"a {kind.__qualname__}, whose class can't be found by its name")
+    return name
+
+
+def part_name(part: Any, graph: Graph) -> str:
+    """Return the name of a class or a function.
+
+    Raises:
+        CantCarryError: If it can't be found by its name, or is no part of a state.
+    """
+    own_name = getattr(part, "__name__", "")
+    if BUILTINS.get(own_name) is part or vars(builtins).get(own_name) is part:
+        return f"builtins:{own_name}"
+    if isinstance(part, types.ModuleType):
+        raise LiveError(f"the module {part.__name__}")
+    qualname = getattr(part, "__qualname__", own_name)
+    names = [f"{getattr(part, '__module__', None)}:{qualname}", *(f"{name}:{own_name}" for name in _OF_LIBRARIES)]
+    name = next((name for name in names if found_part(name, graph) is part), None)
+    if name is None:
+        raise CantCarryError(f"the function {names[0]}, which can't be found by its name")
+    return name
+
+
+def found_class(name: str, graph: Graph) -> type | None:
+    """Return the class of this name, of a module that is imported; or one of those that the fit began with."""
+    known = graph.classes.get(name)
+    if known is not None:
+        return known
+    found = _found(name)
+    return found if isinstance(found, type) and not _runs_code(found) else None
+
+
+def found_progress_bar(name: str) -> Any:
+    """Return the class of tqdm's bars of this name, if it is imported."""
+    found = _found(name)
+    return found if isinstance(found, type) and kinds.is_progress_bar_class(found) else None
+
+
+def found_part(name: str, graph: Graph) -> Any:
+    """Return the class or function of this name, if it may be one that a checkpoint names."""
+    module_name, _, qualname = name.partition(":")
+    if module_name == "builtins":
+        found = vars(builtins).get(qualname)
+        return BUILTINS.get(qualname) or (found if isinstance(found, type) else None)
+    found = _found(name)
+    if isinstance(found, type):
+        return found_class(name, graph)
+    is_known = found is not None and graph.path_of(found) is not None
+    return found if is_known or _is_harmless(found, module_name) else None
+
+
+def _found(name: str) -> Any:
+    module_name, _, qualname = name.partition(":")
+    if name in _HARMLESS:
+        return vars(sys.modules[module_name]).get(qualname) if module_name in sys.modules else None
+    if module_name.partition(".")[0] in _PYTHONS - {"math"}:
+        return None
+    found: Any = sys.modules.get(module_name)
+    for attribute in qualname.split("."):
+        found = inspect.getattr_static(found, attribute, None)
+        if isinstance(found, types.ModuleType):  # `torch:os.system` would lead on from there
+            return None
+    if isinstance(found, staticmethod):
+        found = found.__func__
+    root = (getattr(found, "__module__", None) or "").partition(".")[0]
+    return None if root in _PYTHONS - {"math"} else found
+
+
+def _runs_code(kind: type) -> bool:
+    """Return whether an object of this class runs code of its own when it is dropped."""
+    return hasattr(kind, "__del__")
+
+
+def _is_harmless(found: Any, module_name: str) -> bool:
+    if isinstance(found, types.FunctionType):
+        return is_users_function(found) or module_name == "torch.nn.functional"
+    is_fast = isinstance(found, types.BuiltinFunctionType) or kinds.is_numpy(found, "ufunc")
+    return is_fast and module_name in _OF_LIBRARIES and not found.__name__.startswith(_FILES)
+
+
+def method_name(method: types.MethodType) -> str:
+    """Return the name of the attribute by which an object has a method of its class.
+
+    Raises:
+        CantCarryError: If its class has no such attribute.
+    """
+    own, owner = method.__func__, type(method.__self__)
+    for name in (own.__name__, f"_{owner.__name__.lstrip('_')}{own.__name__}"):
+        if inspect.getattr_static(owner, name, None) is own:
+            return name
+    raise CantCarryError(f"the method {own.__qualname__}, which can't be found by its name")
+
+
+def found_method(owner: Any, name: str) -> types.MethodType | None:
+    """Return the method of this name that the class of `owner` has."""
+    found = inspect.getattr_static(type(owner), name, None)
+    return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else None

@@ -1,0 +1,33 @@
+"""Why a value can't be carried through a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_faulttolerant.state.objects import kinds
+
+
+class CantCarryError(Exception):
+    """A value can't be carried through a checkpoint."""
+
+
+class LiveError(CantCarryError):
+    """A value stands for something outside of Python, which is no state: an open file, a lock, a progress bar."""
+
+
+class OpaqueError(CantCarryError):
+    """A value is an object that only its library can read: it may be a handle of that library's."""
+
+
+class TooLargeError(CantCarryError):
+    """A value is larger than there is room."""
+
+
+def why_not(value: Any) -> CantCarryError:
+    """Return why a value that nobody can read can't be carried."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if kinds.is_generator(value) or kinds.is_iterator(value) or kinds.is_loader_iterator(value):
+        return CantCarryError(f"an iterator ({name}), which can't be copied")
+    if kinds.holds_data(value) or kinds.is_hash(value):
+        return CantCarryError(f"a {name}, which only its library can read")
+    return LiveError(f"a {name}") if kinds.is_live(value) else OpaqueError(f"a {name}, which only its library can read")

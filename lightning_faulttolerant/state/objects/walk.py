@@ -1,0 +1,211 @@
+"""The walk over all that can be reached from some roots: it notes what of it can change, each by one path."""
+
+from __future__ import annotations
+
+import logging
+import math
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.children import items_of, of_function, of_hooks, of_module, of_namespace
+from lightning_faulttolerant.state.objects.graph import Graph, name_of
+from lightning_faulttolerant.state.objects.libraries import is_librarys
+from lightning_faulttolerant.state.objects.marks import (
+    SMALL_BYTES,
+    Mark,
+    hold,
+    length_mark,
+    mark_of,
+    plain_data_mark,
+    sample_mark,
+)
+from lightning_faulttolerant.state.objects.nodes import Node
+from lightning_faulttolerant.state.objects.records import records_of
+from lightning_faulttolerant.state.objects.users import global_path, is_users, is_users_function
+from lightning_faulttolerant.state.reachable import is_generator
+
+_log = logging.getLogger(__name__)
+
+MAX_OBJECTS = 500_000
+_NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What of the objects is not looked at, because somebody else carries it.
+
+    Args:
+        left_out: Returns the names of an object's attributes that are not its user's.
+        is_live: Returns whether an object is not looked into, only known by its path.
+        goes_by_attributes: Returns whether the attributes of an object are its state although it has a ``state_dict``.
+        max_items: Of a container with more items only the length is looked at, of a large array a few elements.
+    """
+
+    left_out: Callable[[Any], Collection[str]] = lambda value: _NOTHING
+    is_live: Callable[[Any], bool] = lambda value: False
+    goes_by_attributes: Callable[[Any], bool] = lambda value: False
+    max_items: float = math.inf
+
+
+def graph_of(
+    roots: Mapping[str, Any],
+    rules: Rules,
+    state_of: Callable[[Any], Any],
+    *,
+    graph: Graph | None = None,
+    with_contents: bool = True,
+) -> Graph:
+    """Return the graph of all that can be reached from `roots`.
+
+    Args:
+        roots: The objects to begin with, by name.
+        rules: What is left out.
+        state_of: Returns what stands for the ``state_dict`` of an object that has one; ``None`` if it can't be read.
+        graph: One to add to.
+        with_contents: Whether changes of tensors and arrays are to be seen later, for which all of them are read now.
+    """
+    graph = Graph() if graph is None else graph
+    queue: deque[tuple[str, Any]] = deque(roots.items())
+    while queue:
+        path, value = queue.popleft()
+        if kinds.is_leaf(value) or graph.is_met(value):
+            continue
+        if len(graph.things) >= MAX_OBJECTS:
+            _log.warning(
+                "More than %s objects can be reached from the module, the callbacks, and the data sets: what training"
+                " changes on those after %s is not saved.",
+                MAX_OBJECTS,
+                path,
+            )
+            break
+        graph.paths[id(value)] = path
+        graph.things[path] = hold(value)
+        if kinds.is_named(value) and not isinstance(value, types.MethodType):
+            if isinstance(value, types.FunctionType) and is_users_function(value):
+                queue.extend(_of_function(graph, path, value))
+            elif isinstance(value, type) and is_users(value):
+                queue.extend(_of_class(graph, value))
+            continue
+        graph.classes.setdefault(name_of(type(value)), type(value))
+        queue.extend(_met(graph, path, value, rules, state_of, with_contents=with_contents))
+    return graph
+
+
+def _met(
+    graph: Graph, path: str, value: Any, rules: Rules, state_of: Callable[[Any], Any], *, with_contents: bool
+) -> Iterator[tuple[str, Any]]:
+    """Add `value` to the nodes, if it can change, and return what it refers to."""
+    if isinstance(value, (Tensor, nn.Module)) or kinds.is_optimizer(value):
+        yield from of_hooks(path, value)
+    if is_generator(value) or rules.is_live(value):
+        return
+    if isinstance(value, kinds.Namespace):
+        yield from of_namespace(path, value)
+    elif is_users(type(value)):
+        yield f"{path}.__class__", type(value)
+    if is_carried_by_state(value) and not rules.goes_by_attributes(value):
+        state = state_of(value)
+        if state is not None:
+            graph.nodes[path] = Node(kept=value, state=state)
+            return
+    if isinstance(value, Tensor) or kinds.is_array(value):
+        mark = _content_mark(value, rules) if with_contents else lambda: True
+    else:
+        mark = length_mark(value) if kinds.num_items(value) > rules.max_items else plain_data_mark(value)
+    if mark is not None:
+        graph.nodes[path] = Node(kept=hold(value), mark=mark)
+        return
+    is_in_worker = rules.max_items < math.inf
+    mark = None if is_in_worker and kinds.holds_data(value) else mark_of(value)
+    own = attributes_of(value, rules)
+    if mark is not None or own is not None:
+        graph.nodes[path] = Node(
+            kept=value, mark=mark, attributes=_held_weakly(own), raw=_raw_of(value) if own is not None else None
+        )
+    for name, child in (own or {}).items():
+        yield f"{path}.{name}", child
+    if isinstance(value, nn.Module):
+        yield from of_module(path, value)
+    elif not _has_records(graph, path, value, rules):
+        yield from items_of(path, value)
+
+
+def _content_mark(value: Any, rules: Rules) -> Mark | None:
+    is_sampled = rules.max_items < math.inf and value.nbytes > SMALL_BYTES
+    return sample_mark(value) if is_sampled else mark_of(value)
+
+
+def _held_weakly(attributes: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if attributes is None else {name: hold(value) for name, value in attributes.items()}
+
+
+def _has_records(graph: Graph, path: str, value: Any, rules: Rules) -> bool:
+    """Note the items of a large list all at once, if they are alike; return whether they are."""
+    found = None if rules.max_items < math.inf else records_of(value)
+    if found is None or not found.suits(rules.left_out, rules.is_live):
+        return False
+    graph.add_records(path, found)
+    kinds_met = (layer.kind for layer in found.layers if layer.has_attributes)
+    graph.classes.update((name_of(kind), kind) for kind in kinds_met if name_of(kind) not in graph.classes)
+    return True
+
+
+def is_carried_by_state(value: Any) -> bool:
+    """Return whether an object's own ``state_dict`` and ``load_state_dict`` carry its state."""
+    if isinstance(value, nn.Module) or not kinds.is_walked(value) or kinds.is_optimizer(value):
+        return False
+    return kinds.has_state_methods(value)
+
+
+def attributes_of(value: Any, rules: Rules) -> dict[str, Any] | None:
+    """Return the attributes of `value` that are its user's; ``None`` if it has none that count."""
+    if isinstance(value, types.FunctionType):
+        return kinds.attributes(value)
+    is_subclass = kinds.is_container(value) and not kinds.is_plain_container(value)
+    if not is_subclass and (kinds.is_container(value) or not kinds.is_walked(value)):
+        return None
+    left_out = rules.left_out(value)
+    found = kinds.attributes(value).items()
+    return {
+        n: child
+        for n, child in found
+        if n not in left_out and (kinds.is_leaf_type(type(child)) or not _is_wrappers(value, n, child))
+    }
+
+
+def _is_wrappers(owner: Any, name: str, value: Any) -> bool:
+    """Return whether `value` is what Lightning's wrappers (DDP) put in place of a method for a call, and leave there.
+
+    They put their own function there, and then the method that the class has anyway.
+    """
+    if isinstance(value, types.MethodType):
+        return value.__self__ is owner and getattr(type(owner), name, None) is value.__func__
+    return isinstance(value, types.FunctionType) and is_librarys(value)
+
+
+def _of_function(graph: Graph, path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Add a function that somebody holds, which may count on itself, and return what it holds."""
+    graph.nodes[path] = Node(kept=function, attributes=kinds.attributes(function), raw=_raw_of(function))
+    yield from of_function(path, function)
+
+
+def _of_class(graph: Graph, kind: type) -> Iterator[tuple[str, Any]]:
+    """Return the attributes of a user's class, which may be made in a function or in another class."""
+    path = global_path(kind.__module__, kind.__qualname__)  # as that of a class at the top of a module
+    if path not in graph.things:
+        yield path, kinds.Namespace(owner=kind)
+
+
+def _raw_of(value: Any) -> tuple[list[str], list[int]] | None:
+    if isinstance(value, kinds.Namespace) and value.names is not None:
+        return None
+    if kinds.has_slots(type(value)):  # type: ignore[arg-type]  # mypy: a class is no Hashable
+        return None
+    found = kinds.dict_of(value)
+    return list(found), list(map(id, found.values()))

@@ -1,0 +1,201 @@
+"""Records: a large list of objects that are alike is followed as any other objects are, without a node for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from lightning_faulttolerant.state.objects.graph import Graph
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, ObjectState
+from lightning_faulttolerant.state.objects.walk import Rules
+
+_NUM = 300  # more than what is noted at once begins with
+
+
+@dataclass
+class Category:
+    """Several records share one."""
+
+    name: str
+
+
+@dataclass
+class Annotation:
+    """A small object."""
+
+    path: str
+    label: int
+    box: list[Any]
+    category: Category
+    more: dict[str, Any] = field(default_factory=dict)
+    area: Any = None
+
+
+def make_owner() -> Any:
+    """Return a data set of many annotations."""
+    owner = Dataset[Any]()
+    categories = [Category("cat"), Category("dog")]
+    owner.items = [
+        Annotation(f"p{i}", i, [i, [1.5, i]], categories[i % 2], {"key": i}, np.full(3, i)) for i in range(_NUM)
+    ]
+    owner.other = {}
+    return owner
+
+
+def look(owner: Any) -> str:
+    """Return all that a data set holds, as a text."""
+    return repr([vars(item) for item in owner.items]) + repr(owner.other)
+
+
+def graph(state: ObjectState) -> Graph:
+    """Return the graph of a state."""
+    return state._graph
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda o: setattr(o.items[7], "label", -1),
+    "other type": lambda o: setattr(o.items[1], "label", True),
+    "new attribute": lambda o: setattr(o.items[7], "seen", 3),
+    "gone": lambda o: delattr(o.items[7], "label"),
+    "renamed": lambda o: o.items[7].__dict__.update(late=o.items[7].__dict__.pop("area")),
+    "list": lambda o: o.items[9].box.append(4),
+    "list in a list": lambda o: o.items[9].box[1].append(4),
+    "dict": lambda o: o.items[9].more.update(key=0),
+    "array": lambda o: o.items[9].area.fill(0),
+    "shared": lambda o: setattr(o.items[8].category, "name", "horse"),
+    "swapped": lambda o: o.items.insert(0, o.items.pop()),
+    "replaced": lambda o: o.items.__setitem__(3, Annotation("new", 1, [], o.items[0].category)),
+    "referred to": lambda o: o.other.update(best=o.items[5], box=o.items[6].box[1]),
+    "all": lambda o: [setattr(item, "label", -item.label) for item in o.items],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_is_carried(name: str) -> None:
+    """What is changed of one of many is restored in place, and shared references stay shared."""
+    owner, other = make_owner(), make_owner()
+    state, restored = ObjectState({"dataset": owner}), ObjectState({"dataset": other})
+    assert graph(state).records
+    kept = other.items[9]
+    assert not state.state_dict()[NODES]
+    CHANGES[name](owner)
+    saved = state.state_dict()
+    assert saved[NODES]
+    assert not saved[LOST]
+    assert restored.load_state_dict(saved) == []
+    assert look(other) == look(owner)
+    assert [type(item.label) for item in other.items if hasattr(item, "label")] == [
+        type(item.label) for item in owner.items if hasattr(item, "label")
+    ]
+    assert other.items[9 if name != "swapped" else 10] is kept
+    assert other.items[0].category is other.items[2].category or name == "swapped"
+    if name == "referred to":
+        assert other.other["best"] is other.items[5]
+        assert other.other["box"] is other.items[6].box[1]
+    assert restored.state_dict()[NODES].keys() == saved[NODES].keys()
+
+
+def test_nodes_are_those_of_single_objects() -> None:
+    """A run that noted each object by itself resumes one that noted them all at once."""
+    owner, other = make_owner(), make_owner()
+    state = ObjectState({"dataset": owner})
+    restored = ObjectState({"dataset": other}, Rules(max_items=10**9))
+    assert not graph(restored).records
+    for name in ("attribute", "list in a list", "dict", "array", "shared"):
+        CHANGES[name](owner)
+    assert restored.load_state_dict(state.state_dict()) == []
+    assert look(other) == look(owner)
+    assert restored.state_dict()[NODES].keys() == state.state_dict()[NODES].keys()
+
+
+def test_only_what_changes_becomes_a_node() -> None:
+    """As long as nothing changes there is no node for a record; a change adds those of one."""
+    owner = make_owner()
+    state = ObjectState({"dataset": owner})
+    num = len(state)
+    assert num < 10
+    owner.items[5].label = -1
+    assert list(state.state_dict()[NODES]) == ["dataset.items[5]"]
+    assert num < len(state) < num + 15
+
+
+def test_noted_once_for_all_who_look() -> None:
+    """Several states share what was noted; one that begins after a change has a baseline of its own."""
+    owner = make_owner()
+    first, second = ObjectState({"dataset": owner}), ObjectState({"train": owner})
+    assert list(map(id, graph(first).records.values())) == list(map(id, graph(second).records.values()))
+    owner.items[3].label = -1
+    third = ObjectState({"dataset": owner})
+    assert not third.state_dict()[NODES]
+    assert list(first.state_dict()[NODES]) == ["dataset.items[3]"]
+    assert list(second.state_dict()[NODES]) == ["train.items[3]"]
+
+
+def test_equal_value_is_no_change() -> None:
+    """Another object that is equal changes nothing."""
+    owner = make_owner()
+    state = ObjectState({"dataset": owner})
+    owner.items[4].path = "".join(["p", "4"])
+    assert not state.state_dict()[NODES]
+    owner.items[4].path = "other"
+    assert list(state.state_dict()[NODES]) == ["dataset.items[4]"]
+
+
+@pytest.mark.parametrize("odd", [lambda: 0, torch.nn.Linear(1, 1), (i for i in ()), torch.zeros(30_000)])
+def test_what_is_not_plain_is_noted_one_by_one(odd: Any) -> None:
+    """Where one of them holds a module, a function, an iterator, or a large tensor, none is noted at once."""
+    owner = make_owner()
+    owner.items[0].area = odd
+    assert not graph(ObjectState({"dataset": owner})).records
+
+
+def test_copies_of_weights_in_records_are_carried() -> None:
+    """A copy of the weights is carried although it does not change."""
+    owner, weight = make_owner(), torch.rand(3)
+    for item in owner.items:
+        item.area = torch.rand(3)
+    owner.items[5].area = weight.clone()
+    state = ObjectState({"dataset": owner})
+    state.carry_copies([weight])
+    assert list(state.state_dict()[NODES]) == ["dataset.items[5].area"]
+
+
+def test_baseline_is_kept_where_a_loader_comes_again() -> None:
+    """What another root leads to as well keeps the baseline of the start when the first root is replaced."""
+    owner = make_owner()
+    state = ObjectState({"train": owner})
+    owner.items[5].label = -1
+    state.add({"train": Dataset[Any](), "validation": owner})
+    assert list(state.state_dict()[NODES]) == ["validation.items[5]"]
+
+
+def test_record_that_is_met_before_the_list() -> None:
+    """A part of a record that somebody else refers to, too, is seen to change."""
+    owner, other = Dataset[Any](), Dataset[Any]()
+    for one in (owner, other):
+        items = make_owner().items
+        one.best, one.other, one.items = items[5], {}, items
+    state, restored = ObjectState({"dataset": owner}), ObjectState({"dataset": other})
+    owner.best.box.append(3)
+    owner.items[6].label = -1
+    assert restored.load_state_dict(state.state_dict()) == []
+    assert look(other) == look(owner)
+    assert other.best is other.items[5]
+
+
+def test_records_that_refer_to_each_other() -> None:
+    """One that changes makes no nodes of those that it refers to."""
+    owner = make_owner()
+    for one, other in zip(owner.items, owner.items[1:], strict=False):
+        one.area = other
+    state = ObjectState({"dataset": owner})
+    assert graph(state).records
+    owner.items[5].label = -1
+    assert list(state.state_dict()[NODES]) == ["dataset.items[5]"]
+    assert len(state) < 30
