@@ -27,12 +27,10 @@ import torch
 
 from lightning_faulttolerant.state.objects import containers
 from lightning_faulttolerant.state.objects.users import is_users
+from lightning_faulttolerant.state.reachable import own_dict
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-LIVE = "a live object"
-"""Stands for what only this process can have: a lock, an open file, a progress bar. It is no state."""
 
 _LEAVES = frozenset({type(None), type(...), bool, int, float, complex, str, bytes, range, slice, datetime.date,
                      datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone, decimal.Decimal,
@@ -289,7 +287,7 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return what `value` holds in its own attributes, in slots too; no property is evaluated."""
     if isinstance(value, Namespace):
         return value.attributes()
-    found = dict(object.__getattribute__(value, "__dict__")) if type(value).__dictoffset__ else {}
+    found = dict(own_dict(value) or {})
     for name, slot in slots_of(type(value)):
         with contextlib.suppress(AttributeError):  # an empty slot
             found[name] = slot.__get__(value)
@@ -325,7 +323,7 @@ def has_state_methods(value: Any) -> bool:
 
     No ``__getattr__`` of a user's is called.
     """
-    own = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else ()
+    own = own_dict(value) or ()
     if not all(name in own or _has_name(type(value), name) for name in STATE_METHODS):
         return False
     if not all(callable(inspect.getattr_static(value, name, None)) for name in STATE_METHODS):

@@ -47,7 +47,7 @@ def part_name(part: Any, graph: Graph) -> str:
         CantCarryError: If it can't be found by its name, or is no part of a state.
     """
     own_name = getattr(part, "__name__", "")
-    if BUILTINS.get(own_name) is part or vars(builtins).get(own_name) is part:
+    if found_part(f"builtins:{own_name}", graph) is part:
         return f"builtins:{own_name}"
     if isinstance(part, types.ModuleType):
         raise LiveError(f"the module {part.__name__}")

@@ -337,6 +337,7 @@ LOST_VALUES = {
     "factory of a factory": (defaultdict(functools.partial(defaultdict, lambda: 0)), "can't be found by its name"),
     "slice of an object": (slice(np.int64(1), None), "a slice"),
     "tree": (spatial.cKDTree(np.zeros((2, 2))), "only its library can read"),
+    "function of Python": (len, "can't be found by its name"),
     "file in a list": ([1, sys.stdout], "TextIOWrapper"),
     "file in a dict": ({"step": 1, "file": sys.stdout}, "TextIOWrapper"),
 }
