@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -11,11 +13,17 @@ from lightning_faulttolerant.testing import KillAt, NotTheSame
 from tests.law.test_object_state import Outputs, Together
 from tests.law.test_object_state_elsewhere import AveragedWeights
 from tests.law.test_object_state_of_loaders import CountingDataset, Curriculum, SetsEpoch
-from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, STOPPED, slowly
+from tests.law.test_rank_stops import Slowly
+from tests.object_states import EDGE, FIRST_EPOCH, LATER_EPOCH, slowly
 from tests.rank_runs import RankNet, assert_ranks_resume, for_ranks, rank_fit, shuffled
 from tests.runs import each_num_workers
 
 pytestmark = for_ranks
+
+Fault = Callback | list[Callback]
+
+# Early in a slow run: the ranks agree on a batch to stop at while they train on.
+STOPPED = pytest.param([Slowly(), KillAt(3, signum=signal.SIGTERM)], id="stopped")
 
 
 class RankOutputs(Outputs):
@@ -39,7 +47,7 @@ each_rank_fault = pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_E
 
 
 @each_rank_fault
-def test_each_rank_has_its_outputs(fault: Callback) -> None:
+def test_each_rank_has_its_outputs(fault: Fault) -> None:
     """A list and a counter that differ from rank to rank are those of the same rank again."""
     assert_ranks_resume(rank_fit(2, module=RankOutputs, train=five_batches), [fault])
 
@@ -52,21 +60,21 @@ def test_each_rank_needs_its_outputs() -> None:
 
 
 @each_rank_fault
-def test_all_at_once(fault: Callback) -> None:
+def test_all_at_once(fault: Fault) -> None:
     """All that these modules keep continues on both ranks."""
     strategy = "ddp_find_unused_parameters_true"
     assert_ranks_resume(rank_fit(2, module=Together, train=five_batches, strategy=strategy), [fault])
 
 
 @pytest.mark.parametrize("fault", [slowly(LATER_EPOCH), slowly(EDGE), STOPPED])
-def test_averaged_weights(fault: Callback) -> None:
+def test_averaged_weights(fault: Fault) -> None:
     """An average of the weights that a callback keeps continues on both ranks."""
     assert_ranks_resume(rank_fit(2, module=RankNet, train=five_batches, users=lambda: [AveragedWeights()]), [fault])
 
 
 @each_num_workers
 @pytest.mark.parametrize("fault", [LATER_EPOCH, EDGE])
-def test_data_sets(fault: Callback, num_workers: int) -> None:
+def test_data_sets(fault: Fault, num_workers: int) -> None:
     """What hooks set on a data set, and what its workers count, is there again on both ranks."""
 
     class Counted(Curriculum, CountingDataset):
