@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -108,12 +109,17 @@ class Decoder:
 
     def _fill_container(self, value: Any, content: Sequence[Any]) -> None:
         kind, items = content[0], content[1]
+        is_plain = kind == "plain"
+        kind = type(items).__name__ if is_plain else kind
         wanted: Any = {"list": list, "set": set, "deque": deque}.get(kind, dict)
         if not isinstance(value, wanted):
             raise NothingThereError(f"a {type(value).__name__} is there in place of a {kind}")
-        containers.fill(
-            value, self._pairs(items) if kind in _MAPPINGS else self._items(items, has_hashes=kind == "set")
-        )
+        if is_plain:
+            containers.fill(value, _plain(items))
+        elif kind in _MAPPINGS:
+            containers.fill(value, self._pairs(items))
+        else:
+            containers.fill(value, self._items(items, has_hashes=kind == "set"))
         if kind == "set":
             _check_order(value, self._items(items))
 
@@ -182,6 +188,8 @@ class Decoder:
         """Return a new object without what it refers to, for one that can change."""
         if kind in _CONTAINERS:
             return self._empty_container(kind, *rest)
+        if kind == "plain":
+            return copy.deepcopy(rest[0])
         if kind == "object":
             return _empty(self._class(rest[0]))
         if kind == "value":
@@ -262,6 +270,12 @@ def _progress_bar(name: str, position: Any, total: Any, description: Any, is_sho
         raise NothingThereError(f"the class {name} is not there any more")
     description = (description or "").removesuffix(": ") or None
     return kind(total=total, initial=position, desc=description, disable=not is_shown)
+
+
+def _plain(value: Any) -> list[Any]:
+    """Return copies of the items of plain data; pairs for a dict."""
+    copied = copy.deepcopy(value)
+    return list(copied.items()) if isinstance(copied, dict) else copied
 
 
 class _Gone:

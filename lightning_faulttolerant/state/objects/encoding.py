@@ -28,6 +28,7 @@ from lightning_faulttolerant.state.objects.aliases import Aliases
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.leaves import encode_array, encode_leaf
 from lightning_faulttolerant.state.objects.names import class_name, method_name, part_name
+from lightning_faulttolerant.state.objects.plain import plain_of
 from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, TooLargeError, why_not
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
@@ -56,9 +57,10 @@ class Encoder:
     Args:
         graph: The objects that the fit began with.
         max_bytes: About how much all of it may be.
+        has_plain: Whether plain data stands for itself; look at `is_torn` afterwards.
     """
 
-    def __init__(self, graph: Graph, *, max_bytes: float = math.inf) -> None:
+    def __init__(self, graph: Graph, *, max_bytes: float = math.inf, has_plain: bool = False) -> None:
         self._graph = graph
         self._aliases = Aliases(graph)
         self._max_bytes = self._bytes_left = max_bytes
@@ -67,6 +69,11 @@ class Encoder:
         self._owed: list[tuple[int, bool, str]] = []
         self._is_part, self._where = False, ""
         self._has_graphs = True
+        self._has_plain = has_plain
+        self._in_plain: set[int] = set()
+        self._kept_plain: list[Any] = []
+        self.is_torn = False
+        """Whether something refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
         self.table: list[Any] = []
         """The objects that the fit did not begin with, each by its number."""
 
@@ -163,6 +170,7 @@ class Encoder:
         return ["flag", name, self._encode(value.value)]  # several of its members together
 
     def _number(self, value: Any) -> int:
+        self.is_torn |= id(value) in self._in_plain
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = len(self.table)
             self._kept.append(value)  # so that its id stays its own
@@ -254,6 +262,10 @@ class Encoder:
             self._is_part, self._where = before
 
     def _content(self, value: Any) -> list[Any]:
+        if self._has_plain and type(value) in (list, dict):
+            plain = self._plain(value)
+            if plain is not None:
+                return plain
         if type(value) is list:
             return ["list", self._items(value), None]
         if isinstance(value, Tensor):
@@ -281,6 +293,19 @@ class Encoder:
         if isinstance(value, types.CellType):
             return ["cell", self._items(kinds.contents_of_cell(value))]
         raise why_not(value)
+
+    def _plain(self, value: Any) -> list[Any] | None:
+        """Return what stands for plain data; ``None`` for all else, and where others are known to refer to it, too."""
+        found = plain_of(value)
+        if found is None or self._graph.may_have_met(found.ids) or not self._numbers.keys().isdisjoint(found.ids):
+            return None
+        if type(value) is list and len(value) >= _MIN_NUMBERS and not found.ids:
+            return None  # they may be numbers of one kind
+        self._take(found.num_bytes)
+        self.is_torn |= not self._in_plain.isdisjoint(found.ids)
+        self._in_plain |= found.ids
+        self._kept_plain.append(value)
+        return ["plain", found.copy()]
 
     def _tensor(self, tensor: Tensor) -> list[Any]:
         self._take(tensor.numel() * tensor.element_size())

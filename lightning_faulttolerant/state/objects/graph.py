@@ -62,6 +62,12 @@ class Graph:
             records.place_of(value) for records in self.records.values()
         )
 
+    def may_have_met(self, ids: frozenset[int]) -> bool:
+        """Return whether an object with one of these ``id`` was met; it may be gone, and another one have its."""
+        layers = (layer for records in self.records.values() for layer in records.layers)
+        known: list[dict[int, Any]] = [self.paths, *(layer.places for layer in layers)]
+        return not all(places.keys().isdisjoint(ids) for places in known)
+
     def thing_at(self, path: str) -> Any:
         """Return the object of this path, ``None`` if there is none."""
         if path not in self.things:

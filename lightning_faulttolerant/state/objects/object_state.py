@@ -152,16 +152,30 @@ class ObjectState:
         """
         if of is None:
             self._graph.expand_changed()
-        encoder = Encoder(self._graph, max_bytes=max_bytes)
+        paths = list(self._graph.nodes if of is None else of)
+        always = {path: self._always.get(path, _NONE) for path in paths}
         self.live = {}
+        return self._state_of(always, without=without, max_bytes=max_bytes)
+
+    def _state_of(
+        self,
+        always: Mapping[str, Collection[str]],
+        *,
+        without: Collection[str] = (),
+        max_bytes: float = math.inf,
+        has_plain: bool = True,
+    ) -> dict[str, Any]:
+        """Return what has changed of these objects, and `always` of each."""
+        encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain)
         nodes: dict[str, Any] = {}
         lost: dict[str, str] = {}
-        for path in list(self._graph.nodes) if of is None else of:
-            always = self._always.get(path, _NONE)
+        for path, parts in always.items():
             node = self._graph.nodes[path]
-            found = self._encoded(path, node, encoder, lost, always=always, without=without)
+            found = self._encoded(path, node, encoder, lost, always=parts, without=without)
             if found:
                 nodes[path] = found
+        if encoder.is_torn:
+            return self._state_of(always, without=without, max_bytes=max_bytes, has_plain=False)
         return {NODES: nodes, TABLE: encoder.table, LOST: lost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -184,14 +198,8 @@ class ObjectState:
 
     def values_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of the same objects and attributes as `state` has, with the values of now."""
-        encoder, lost = Encoder(self._graph), dict[str, str]()
-        nodes = {}
-        for path, content in state[NODES].items():
-            if self._graph.node_at(path) is not None:
-                names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
-                always = names | {part for part in (_STATE, _CONTENT) if part in content}
-                nodes[path] = self._encoded(path, self._graph.nodes[path], encoder, lost, always=always)
-        return {NODES: nodes, TABLE: encoder.table, LOST: lost}
+        always = {path: _parts_of(content) for path, content in state[NODES].items() if self._graph.node_at(path)}
+        return self._state_of(always)
 
     def _parts_changed(self, node: Node) -> set[str]:
         """Return the names of the attributes that changed, and `_STATE` or `_CONTENT`."""
@@ -282,6 +290,12 @@ def _holder_of(path: str) -> str:
     return path[: max(path.rfind("."), path.rfind("["))]
 
 
+def _parts_of(content: Mapping[str, Any]) -> set[str]:
+    """Return which parts of an object a state has."""
+    names = {name for name, _ in content.get("attributes", ())} | set(content.get("gone", ()))
+    return names | {part for part in (_STATE, _CONTENT) if part in content}
+
+
 def _path_of(path: str, part: str) -> str:
     return path if part in (_STATE, _CONTENT) else f"{path}.{part}"
 
@@ -290,8 +304,7 @@ def names_in(state: Mapping[str, Any]) -> set[str]:
     """Return the paths of the attributes and objects that a state is of."""
     found = set()
     for path, content in state[NODES].items():
-        names = [name for name, _ in content.get("attributes", ())] + content.get("gone", [])
-        found |= {f"{path}.{name}" for name in names} | ({path} if _STATE in content or _CONTENT in content else set())
+        found |= {_path_of(path, part) for part in _parts_of(content)}
     return found
 
 
@@ -314,6 +327,8 @@ def _rows_of(encoded: Any, table: Sequence[Any]) -> list[Any]:
         if not isinstance(value, (list, tuple)):
             continue
         kind, number = value if len(value) == 2 else (None, None)
+        if kind == "plain":
+            continue
         if kind == "new" and isinstance(number, int) and number < len(table):
             if number not in rows:
                 rows[number] = table[number]

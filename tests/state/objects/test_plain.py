@@ -1,0 +1,208 @@
+"""Plain data stands for itself in a state, and whoever shares a part of it shares it again."""
+
+from __future__ import annotations
+
+import io
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_faulttolerant.state.objects.object_state import NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.plain import plain_of
+
+
+def passed_through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def carried(before: Any, change: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what `change` makes of an object, once it is put on another one that was made alike; and the state."""
+    there, here = before(), before()
+    state = ObjectState({"it": there})
+    change(there)
+    saved = passed_through_a_file(state.state_dict())
+    resumed = ObjectState({"it": here})
+    assert resumed.load_state_dict(saved) == []
+    return here, saved
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=3)
+KEYS = LEAVES | st.tuples(LEAVES, LEAVES)
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4) | st.tuples(inner) | st.tuples(LEAVES)
+    ),
+    max_leaves=20,
+)
+
+
+@given(cache=st.dictionaries(KEYS, TREES, min_size=1), history=st.lists(TREES, min_size=1))
+def test_all_kinds(cache: dict[Any, Any], history: list[Any]) -> None:
+    """What comes back is what was there, of the same types and in the same order."""
+
+    def fill(holder: Any) -> None:
+        holder.cache.update(cache)
+        holder.history = history
+
+    here, _ = carried(lambda: SimpleNamespace(cache={}, history=[]), fill)
+    assert repr((here.cache, here.history)) == repr((cache, history))
+
+
+def test_stands_for_itself() -> None:
+    """A cache of small lists has no row in the table."""
+
+    def fill(holder: Any) -> None:
+        holder.cache.update({1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])})
+
+    here, saved = carried(lambda: SimpleNamespace(cache={}), fill)
+    assert (len(saved[TABLE]), saved[NODES]["it.cache"]["<content>"][0]) == (0, "plain")
+    assert here.cache == {1: [1.0, math.inf], "2": [{"a": None}], (3, "b"): (True, [])}
+    assert type(here.cache[3, "b"][0]) is bool
+
+
+def test_is_a_copy() -> None:
+    """A state that is written later is that of when it was taken, and one that is loaded is not the objects' own."""
+    holder = SimpleNamespace(cache={}, history=[])
+    state = ObjectState({"it": holder})
+    holder.cache[1], holder.flat = [1], {1: 2}
+    saved = state.state_dict()
+    holder.cache[1].append(2)
+    holder.flat[3] = 4
+    here = SimpleNamespace(cache={}, history=[])
+    assert ObjectState({"it": here}).load_state_dict(saved) == []
+    here.cache[1].append(5)
+    here.flat[5] = 6
+    other = SimpleNamespace(cache={}, history=[])
+    assert ObjectState({"it": other}).load_state_dict(saved) == []
+    assert (other.cache, other.flat) == ({1: [1]}, {1: 2})
+
+
+def share_with_new(holder: Any) -> None:
+    """Let a new object hold a list that a cache holds."""
+    holder.cache[0] = [1]
+    holder.newest = SimpleNamespace(row=holder.cache[0])
+
+
+def share_with_later(holder: Any) -> None:
+    """Let a second container, looked at later, hold the same list."""
+    holder.cache[0] = [1]
+    holder.other[0] = holder.cache[0]
+
+
+def share_with_later_attribute(holder: Any) -> None:
+    """Let an object that is looked at later hold the same list."""
+    holder.cache[0] = [1]
+    holder.zone.row = holder.cache[0]
+
+
+def share_with_earlier(holder: Any) -> None:
+    """Let an object that is looked at first hold the same list."""
+    holder.cache[0] = [1]
+    holder.a_row = holder.cache[0]
+
+
+def share_inside(holder: Any) -> None:
+    """Let one container hold a list twice."""
+    holder.cache[0] = holder.cache[1] = [1]
+
+
+def share_deep_inside(holder: Any) -> None:
+    """Let one container hold a list at two depths."""
+    holder.cache[0] = [1]
+    holder.cache[1] = ([holder.cache[0]],)
+
+
+def share_with_known(holder: Any) -> None:
+    """Let a container hold a list that the fit began with."""
+    holder.cache[0] = holder.known
+
+
+class Annotation:
+    """What is known of one sample."""
+
+    def __init__(self, number: int) -> None:
+        self.boxes = [number]
+
+
+def share_with_record(holder: Any) -> None:
+    """Let a container hold what an item of a large list holds that the fit began with."""
+    holder.cache[0] = holder.records[7].boxes
+
+
+def hold_itself(holder: Any) -> None:
+    """Let a container hold itself, inside another one."""
+    holder.cache[0] = [holder.cache]
+
+
+def refer_in_a_circle(holder: Any) -> None:
+    """Let new containers hold one another."""
+    holder.cache[0] = one = [1]
+    one.append({"two": one})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("share", "both"),
+    [
+        (share_with_new, lambda holder: (holder.cache[0], holder.newest.row)),
+        (share_with_later, lambda holder: (holder.cache[0], holder.other[0])),
+        (share_with_later_attribute, lambda holder: (holder.cache[0], holder.zone.row)),
+        (share_with_earlier, lambda holder: (holder.cache[0], holder.a_row)),
+        (share_inside, lambda holder: (holder.cache[0], holder.cache[1])),
+        (share_deep_inside, lambda holder: (holder.cache[0], holder.cache[1][0][0])),
+        (share_with_known, lambda holder: (holder.cache[0], holder.known)),
+        (share_with_record, lambda holder: (holder.cache[0], holder.records[7].boxes)),
+        (hold_itself, lambda holder: (holder.cache[0][0], holder.cache)),
+        (refer_in_a_circle, lambda holder: (holder.cache[0], holder.cache[0][1]["two"])),
+    ],
+)
+def test_is_shared_again(share: Any, both: Any) -> None:
+    """Two that hold one list hold one list again."""
+
+    def before() -> Any:
+        records = [*map(Annotation, range(3_000))]
+        return SimpleNamespace(cache={}, other={}, known=[0], zone=SimpleNamespace(row=None), records=records)
+
+    there = before()
+    share(there)
+    assert both(there)[0] is both(there)[1]
+    here, _ = carried(before, share)
+    one, other = both(here)
+    assert one is other
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [torch.ones(1)],
+        {"a": {1, 2}},
+        [[1], [b"bytes"]],
+        {frozenset(): 1},
+        [SimpleNamespace()],
+        (1, 2),
+        {1: [2, 1j]},
+        [[[[[[[[[[1]]]]]]]]]],  # too deep for a look at the speed of C
+    ],
+    ids=repr,
+)
+def test_is_something_else(value: Any) -> None:
+    """All else is no plain data."""
+    assert plain_of(value) is None
+
+
+def test_says_how_much_it_is() -> None:
+    """The texts count with their length."""
+    few, many = plain_of({"a": ["b"]}), plain_of({"a": ["b" * 10_000]})
+    assert few is not None
+    assert many is not None
+    assert many.num_bytes - few.num_bytes == 9_999
