@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ def call_at_end(function: Callable[[], None], *, is_remote: bool) -> None:
     # asyncio looks hosts up in threads, and these can't be started any more when the functions of atexit are called.
     # What needs the network must run before, in the way in which the pool of these threads itself is ended (it imports
     # itself when it is first used, and the functions are called in the reverse order).
+    # It is also all that a process of `multiprocessing` calls when it ends.
     register = getattr(threading, "_register_atexit", None)
-    if is_remote and register is not None:
+    if register is not None and (is_remote or multiprocessing.parent_process() is not None):
         register(function)

@@ -20,9 +20,10 @@ _BROKEN_PIPE = 141
 
 # Each with its module, which is loaded only when it is asked for: no command waits for what another one needs.
 _COMMANDS = {
-    "list": ("listing", "list the checkpoints below a directory, verified or damaged"),
+    "list": ("listing", "list the unfinished runs, or the checkpoints below a directory, verified or damaged"),
     "inspect": ("inspection", "show what is in a checkpoint, without loading it"),
     "verify": ("verification", "verify checkpoints by their checksums, for scripts"),
+    "discard": ("discarding", "let the next start of a run begin from the beginning"),
     "prune": ("pruning", "delete old autosaves"),
     "report": ("report.command", "tell the history of a run, and where its time has gone"),
     "drill": ("drill.command", "prove on your own script that an interrupted run equals an uninterrupted one"),

@@ -1,9 +1,11 @@
-"""``list``: a table of the checkpoints below a directory, with what each holds and whether it verifies."""
+"""``list``: a table of unfinished runs, or of the checkpoints below a directory and whether each verifies."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +14,18 @@ from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.cli import found, part, verdict
 from lightning_faulttolerant.cli.errors import reason_of, remote_errors
 from lightning_faulttolerant.cli.found import FoundFile
+from lightning_faulttolerant.cli.runs import UnfinishedRun, registry_here, unfinished_runs
 from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
 from lightning_faulttolerant.cli.verdict import Verdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
+from lightning_faulttolerant.records.runs import Command
 
 DESCRIPTION = """\
-List the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other .ckpt
-files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's directory, or
+Without DIR, list the unfinished runs that were started in this directory (or those of the registry that
+PL_FAULT_TOLERANT_REGISTRY names): where each keeps its autosaves, how far it is, and the command that continues it.
+
+With DIR, list the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other
+.ckpt files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's directory, or
 any other; a URL lists what is below it (s3://bucket/run).
 
 Each file is read whole and verified by its checksums; --no-verify reads only what the table shows.
@@ -30,7 +37,7 @@ with --no-verify; "not committed": a directory that its writer has not completed
 that was started anew from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP
 optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
 
-Exit status: 0 checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
+Exit status: 0 runs or checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
 """
 
 _HEADER = ("FILE", "STEP", "EPOCH", "BATCH", "SAVED", "SIZE", "RANKS", "STATE")
@@ -85,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: Of this command.
     """
-    parser.add_argument("directory", metavar="DIR", help="directory or URL")
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="directory or URL")
     parser.add_argument("--no-verify", action="store_true", help="don't read the files whole")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -99,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status.
     """
+    if arguments.directory is None:
+        return _list_runs(as_json=arguments.json)
     what = found.find_checkpoints(arguments.directory)
     folders = {}
     for folder, files in what.by_folder().items():
@@ -117,6 +126,41 @@ def run(arguments: argparse.Namespace) -> int:
     if not rows:
         print(f"There are no checkpoints below {safe(arguments.directory)}.", file=sys.stderr)
     return 0 if rows else 1
+
+
+def _list_runs(*, as_json: bool) -> int:
+    registry = registry_here()
+    runs = list(unfinished_runs(registry))
+    if as_json:
+        print(json.dumps({"runs": [_run_as_json(one) for one in runs]}, indent=2))
+    for one in () if as_json else runs:
+        epoch, batch = one.newest.place or ("-", "-")
+        print(safe(one.entry.run_id))
+        print(f"  saved      {moment_text(one.newest.saved_at)}, epoch {epoch}, batch {batch}")
+        print(f"  autosaves  {safe(one.entry.directory)}")
+        print(f"  continue   {safe(_line(one.entry.command))}")
+        print(f"  start over lightning-faulttolerant discard {safe(one.entry.run_id)}")
+    if not runs:
+        print(f"There are no unfinished runs in {safe(registry.directory)}.", file=sys.stderr)
+    return 0 if runs else 1
+
+
+def _line(command: Command) -> str:
+    is_here = os.path.realpath(command.directory) == os.getcwd()
+    return command.line() if is_here else f"cd {shlex.quote(command.directory)} && {command.line()}"
+
+
+def _run_as_json(one: UnfinishedRun) -> dict[str, Any]:
+    place = one.newest.place or (None, None)
+    return {
+        "run_id": one.entry.run_id,
+        "directory": one.entry.directory,
+        "command": list(one.entry.command.words),
+        "started_in": one.entry.command.directory,
+        "saved_at": moment_json(one.newest.saved_at),
+        "epoch": place[0],
+        "batch": place[1],
+    }
 
 
 def _print_tables(folders: dict[str, list[_Row]]) -> None:

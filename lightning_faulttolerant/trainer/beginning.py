@@ -6,19 +6,15 @@ as there is one, and of its failure too.
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.checkpoint.verify import load_path
 from lightning_faulttolerant.errors import CheckpointError, RanksLostError
-from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.trainer.choice import Choice, choose, set_aside
 from lightning_faulttolerant.trainer.files.compat import given_checkpoint
 from lightning_faulttolerant.trainer.files.continuation import go_on_in_files
@@ -26,7 +22,9 @@ from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
-from lightning_faulttolerant.trainer.run import Run, open_run, run_id_of
+from lightning_faulttolerant.trainer.run import Run
+from lightning_faulttolerant.trainer.runs.finding import Finder
+from lightning_faulttolerant.trainer.runs.fingerprint import start_fingerprint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +83,9 @@ class Beginning:
 
     def _open(self) -> None:
         options = self._options
-        dirpath = options.dirpath or open_store(self._trainer.default_root_dir).path(DEFAULT_FOLDER)
-        self._run = open_run(dirpath, run_id_of(options.run_id, sys.argv, os.environ), options.script)
-        self.series = self._run.begin_fit(keep_last=options.keep_last)
-        self.history = History(self._trainer, self._run.history, fit=self._run.num_fits)
+        found = Finder(options, self._trainer.default_root_dir, start_fingerprint(self._trainer)).find()
+        self._run, self.series = found.run, found.series
+        self.history = History(self._trainer, self._run.history, fit=self._run.fit)
         self.history.begin(options.script)
 
     def connect(self) -> Ranks:

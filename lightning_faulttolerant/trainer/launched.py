@@ -24,13 +24,13 @@ class Script:
     Args:
         process_id: Of that process.
         token: Names its file.
-        held: The directories of the runs that it holds itself, with the number of their fits.
+        held: The directories of the runs that it holds itself, with the numbers of the fits that it has begun.
         num_callbacks: How many callbacks were made.
     """
 
     process_id: int
     token: str
-    held: dict[str, int] = field(default_factory=dict)
+    held: dict[str, list[int]] = field(default_factory=dict)
     num_callbacks: int = 0
 
     @property
@@ -38,25 +38,26 @@ class Script:
         """Whether it is another process than this one."""
         return self.process_id != os.getpid()
 
-    def num_fits(self, directory: str) -> int:
-        """Return how many fits of a run there were, in this process and in those that it has made."""
-        return max(self.held.get(directory, 0), self._of_run(directory)["begun"])
+    def begun(self, directory: str) -> list[int]:
+        """Return the numbers of the fits of a run that were begun, in this process and in those that it has made."""
+        return sorted({*self.held.get(directory, ()), *self._of_run(directory)["begun"]})
 
     def num_begun(self) -> int:
-        """Return how many fits of all runs there were, in this process and in those that it has made."""
-        return sum(self.num_fits(directory) for directory in {*self.held, *self.directories()})
+        """Return how many fits of all runs were begun, in this process and in those that it has made."""
+        return sum(len(self.begun(directory)) for directory in {*self.held, *self.directories()})
 
     def num_open(self, directory: str) -> int:
         """Return how many fits of a run have begun in other processes and not come to their end."""
-        return self._of_run(directory)["open"]
+        num_open: int = self._of_run(directory)["open"]
+        return num_open
 
     def begin_fit(self, directory: str, number: int) -> None:
         """Note, in another process, that a fit begins."""
-        self._note(directory, begun=number, more_open=1)
+        self._note(directory, begun=[number], more_open=1)
 
     def end_fit(self, directory: str) -> None:
         """Note, in another process, that a fit came to its end."""
-        self._note(directory, begun=0, more_open=-1)
+        self._note(directory, begun=[], more_open=-1)
 
     def directories(self) -> list[str]:
         """Return the runs that had fits in other processes."""
@@ -81,13 +82,13 @@ class Script:
     def _path(self) -> str:
         return os.path.join(tempfile.gettempdir(), f"lightning_faulttolerant-{self.token}.json")
 
-    def _of_run(self, directory: str) -> dict[str, int]:
-        found: dict[str, int] = self._read().get("runs", {}).get(directory, {"begun": 0, "open": 0})
+    def _of_run(self, directory: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._read().get("runs", {}).get(directory, {"begun": [], "open": 0})
         return found
 
-    def _note(self, directory: str, *, begun: int, more_open: int) -> None:
+    def _note(self, directory: str, *, begun: list[int], more_open: int) -> None:
         content, run = self._read(), self._of_run(directory)
-        noted = {"begun": max(begun, run["begun"]), "open": run["open"] + more_open}
+        noted = {"begun": [*run["begun"], *begun], "open": run["open"] + more_open}
         self._write({**content, "runs": {**content.get("runs", {}), directory: noted}})
 
     def _read(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Which run this is: where its autosaves lie, which of them a fit goes on from, and when they are removed.
+"""One run's directory: who holds it, which series of autosaves a fit has in it, and when they are removed.
 
-Autosaves lie in ``<dirpath>/<run_id>/fit-<n>/``: the same command finds its own again, a sweep in one directory does
-not mix, and the second fit of a script is told from the first.
+Autosaves are in ``<dirpath>/<run_id>/fit-<n>/``. Which directory a fit takes is decided in ``runs/finding.py``.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lightning_faulttolerant.checkpoint.lock import LOCK_NAME
 from lightning_faulttolerant.checkpoint.locks import open_lock
@@ -21,15 +20,14 @@ from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.history_file import open_history
 from lightning_faulttolerant.trainer.launched import Script, this_script
+from lightning_faulttolerant.trainer.runs.places import unregister
+from lightning_faulttolerant.trainer.runs.recorded import read_record, remove_record, write_record
 
 _log = logging.getLogger(__name__)
 
-RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
-# The task's number in a job array; a job's own id is another one each time it is submitted.
-_ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
-_STEM_LENGTH = 64
 _REMOTE_ADVICE = (
     "Look at the credentials, the name of the bucket and the endpoint: they are taken from where the client of that"
     " store takes them, such as AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL, or fsspec's own configuration. "
@@ -54,40 +52,26 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
-def run_id_of(own: str | None, argv: list[str], environment: Mapping[str, str]) -> str:
+def run_id_of(own: str | None, default: str, environment: Mapping[str, str]) -> str:
     """Return the run id of a fit.
 
-    In a drill that is one of the drill's also where the script gives its own: no run of the user's may be gone on with.
+    In a drill that is one of the drill's also where the script gives its own: no run of the user's may be continued.
 
     Args:
         own: What the callback was given.
-        argv: Of the process.
+        default: That of the command.
         environment: Of the process.
     """
     if own is not None and not environment.get(DRILL_VARIABLE):
         return own
-    default = default_run_id(argv, environment)
+    if environment.get(RUN_ID_VARIABLE):
+        default = check_run_id(environment[RUN_ID_VARIABLE])
     if own is None:
         return default
     joined = f"{default}-{own}"
     if _ALLOWED.fullmatch(joined):
         return joined
     return f"{default}-{hashlib.blake2b(own.encode(), digest_size=6).hexdigest()}"
-
-
-def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
-    """Return the run id of a command: the one in the environment, else a hash of script, arguments and array task."""
-    if environment.get(RUN_ID_VARIABLE):
-        return check_run_id(environment[RUN_ID_VARIABLE])
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = os.path.abspath(main) if main else "interactive"
-    arguments = argv[1:] if main else []
-    task = [f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)]
-    # An argument that is no UTF-8, such as the name of a file, is text with surrogates.
-    words = "\0".join([script, *arguments, *task]).encode("utf-8", "surrogatepass")
-    digest = hashlib.blake2b(words, digest_size=6).hexdigest()
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip("-._") or "run"
-    return f"{stem[:_STEM_LENGTH]}-{digest}"
 
 
 class Run:
@@ -100,7 +84,8 @@ class Run:
 
     def __init__(self, directory: str, script: Script) -> None:
         self.directory = directory
-        self.num_fits = 0
+        self.fit = 0
+        """The number of the fit that was begun last."""
         self.num_open = 0
         """Fits that have not come to their end: one that is left by an exception never does."""
         self.process_id = os.getpid()
@@ -111,6 +96,11 @@ class Run:
         found = self._store.listing()  # before the lock: stores say more of what is wrong with a listing
         self.was_killed = LOCK_NAME in found.files
         """Whether an earlier process of this run could not give its lock back."""
+        self.is_registered = False
+        self.ends_with_fit = False
+        """Whether this process may be killed after its fit without a sign that all went well: that of a pool."""
+        self.on_end: Callable[[], None] = lambda: unregister(directory)
+        """Called when all went well and the autosaves are removed."""
         self._is_held_by_script = script.is_elsewhere and directory in script.held
         self._check = _is_held if self._is_held_by_script else self._lock.check
         self.history = open_history(directory, check=self._check)
@@ -123,28 +113,73 @@ class Run:
             self._lock.release()
             raise
         if not script.is_elsewhere:
-            script.held[directory] = 0
+            script.held[directory] = []
 
-    def begin_fit(self, *, keep_last: int) -> AutosaveSeries:
-        """Return the autosaves of the script's next fit."""
-        self.num_fits = self._script.num_fits(self.directory) + 1
+    @property
+    def record(self) -> RunRecord:
+        """What is known of the run beside its autosaves."""
+        return read_record(self.directory) or RunRecord()
+
+    @property
+    def begun(self) -> list[int]:
+        """The numbers of the fits that the script has begun, in this process and in those that it has made."""
+        return self._script.begun(self.directory)
+
+    def fits(self) -> dict[int, FitRecord | None]:
+        """Return the fits that have autosaves, by number; ``None`` where it is not known how one started."""
+        record = self.record
+        return {_number(name): record.fits.get(_number(name)) for name in self._fits()}
+
+    def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
+        """Return the autosaves of a fit.
+
+        Args:
+            keep_last: How many of them there may be.
+            number: Of the fit; that of the script's next one by default.
+        """
+        self.fit = number or 1 + max(self.begun, default=0)
         self.num_open += 1
         if self._script.is_elsewhere:
-            self._script.begin_fit(self.directory, self.num_fits)
+            self._script.begin_fit(self.directory, self.fit)
         else:
-            self._script.held[self.directory] = self.num_fits
-        return AutosaveSeries(self._store.path(f"fit-{self.num_fits}"), keep_last=keep_last, check=self._check)
+            self._script.held[self.directory].append(self.fit)
+        return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
+
+    def note_fit(self, fit: FitRecord, record: RunRecord) -> None:
+        """Keep how the fit started that was begun last.
+
+        Args:
+            fit: How.
+            record: What is known of the run, if nothing was kept so far.
+        """
+        known = self.record
+        write_record(self.directory, (known if known.run_id else record).with_fit(self.fit, fit))
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
-        later = [name for name in self._fits() if _number(name) > self.num_fits]
+        later = [name for name in self._fits() if _number(name) > self.fit]
         return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 
     def end_fit(self) -> None:
-        """Note that a fit came to its end."""
+        """Note that the fit that was begun last came to its end."""
         self.num_open -= 1
+        record = self.record
+        if self.fit in record.fits:
+            finished = replace(record.fits[self.fit], is_finished=True)
+            write_record(self.directory, record.with_fit(self.fit, finished))
         if self._script.is_elsewhere:
             self._script.end_fit(self.directory)
+        elif self.ends_with_fit and not self.num_open:
+            self.end()
+            _runs.pop(self.directory, None)
+
+    def give_back(self) -> None:
+        """Give the directory back: no fit has begun in it."""
+        self._has_ended = True
+        self._script.held.pop(self.directory, None)
+        self._lock.release()
+        self._remove_if_empty()
+        _runs.pop(self.directory, None)
 
     def leave(self) -> None:
         """Give the directory back, in a process that was made for one fit: nothing is called when such a one ends."""
@@ -171,6 +206,7 @@ class Run:
             )
         if ended_well:
             self.history.close()
+            self.on_end()
         self._lock.release()
         if ended_well:
             self._remove_if_empty()
@@ -183,6 +219,7 @@ class Run:
         self._lock.check()
         for name in reversed(self._fits()):
             AutosaveSeries(self._store.path(name), keep_last=1).remove_all()
+        remove_record(self.directory)
 
     def _fits(self) -> list[str]:
         return sorted((name for name in self._store.listing().folders if name.startswith("fit-")), key=_number)
@@ -228,6 +265,23 @@ def this_process() -> Script:
     return this_script(_end_script)
 
 
+def directory_of(dirpath: str | os.PathLike[str], run_id: str) -> str:
+    """Return the directory of a run, as an absolute path or a URL.
+
+    Args:
+        dirpath: Where the runs are.
+        run_id: Which.
+    """
+    store = open_store(dirpath)
+    return store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
+
+
+def run_of_process(directory: str) -> Run | None:
+    """Return this process's run in a directory, if there is one."""
+    run = _runs.get(directory)
+    return run if run is not None and run.process_id == os.getpid() else None
+
+
 def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None = None) -> Run:
     """Return this process's run of that name, locked against other processes.
 
@@ -240,10 +294,9 @@ def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None
         RunInUseError: If another process has it.
         CheckpointError: If the directory can't be written.
     """
-    store = open_store(dirpath)
-    directory = store.path(run_id) if is_url(dirpath) else os.path.realpath(store.path(run_id))
-    run = _runs.get(directory)
-    if run is None or run.process_id != os.getpid():
+    directory = directory_of(dirpath, run_id)
+    run = run_of_process(directory)
+    if run is None:
         try:
             run = _runs[directory] = Run(directory, script or this_process())
         except OSError as error:

@@ -133,6 +133,7 @@ class Session:
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
+        advise(exception, self._beginning.choice)
         self._stopping.interrupt(exception)
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:

@@ -181,7 +181,7 @@ def test_other_arguments_are_another_run(tmp_path: Path) -> None:
 
 
 def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
-    """The second process of the same run refuses at once, and names the first."""
+    """The second process of the same run waits for its grace period, then refuses, and names the first."""
 
     class Wait(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -193,7 +193,7 @@ def test_same_run_started_twice_at_once_is_refused(tmp_path: Path) -> None:
     first = Script(lambda: fit_net([protected(), Wait()], tmp_path))
     while not (tmp_path / "started").exists():
         time.sleep(0.01)
-    second = run(lambda: fit_net([protected()], tmp_path))
+    second = run(lambda: fit_net([protected(grace_seconds=0.5)], tmp_path))
     (tmp_path / "go").touch()
     assert first.wait().exit_code == 0
     assert second.exit_code == 1

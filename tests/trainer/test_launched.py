@@ -28,9 +28,9 @@ def test_fits_are_counted_across_processes(script: Script) -> None:
     script.begin_fit("here", 1)
     script.end_fit("here")
     child = pickle.loads(pickle.dumps(script))
-    child.begin_fit("here", child.num_fits("here") + 1)
-    assert (script.num_fits("here"), script.num_open("here")) == (2, 1)
-    assert (script.num_fits("there"), script.num_open("there")) == (0, 0)
+    child.begin_fit("here", child.begun("here")[-1] + 1)
+    assert (script.begun("here"), script.num_open("here")) == ([1, 2], 1)
+    assert (script.begun("there"), script.num_open("there")) == ([], 0)
     assert script.directories() == ["here"]
 
 
@@ -65,7 +65,7 @@ def test_autosaves_go_when_the_script_ends(ends: bool, trains_itself: bool, tmp_
     def fit(script: Script, *, comes_to_its_end: bool = True) -> None:
         own = open_run(tmp_path, "run", script)
         series = own.begin_fit(keep_last=1)
-        series.save({"at": own.num_fits}, epoch=0, batch=0, global_step=0)
+        series.save({"at": own.fit}, epoch=0, batch=0, global_step=0)
         if comes_to_its_end:
             own.end_fit()
             own.leave()

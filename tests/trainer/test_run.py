@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from lightning_faulttolerant.checkpoint.stores.local import LocalStore
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.trainer import run as run_module
-from lightning_faulttolerant.trainer.run import check_run_id, default_run_id, open_run, run_id_of
+from lightning_faulttolerant.trainer.run import check_run_id, open_run, run_id_of
+from lightning_faulttolerant.trainer.runs.starts import start_of_process
 
 ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
 
@@ -23,6 +25,11 @@ ARRAYS = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX
 def _script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Let this process be one that was started with a script."""
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+
+
+def default_run_id(argv: list[str], environment: Mapping[str, str]) -> str:
+    """Return the run id of a command."""
+    return run_id_of(None, start_of_process(argv, environment).run_id, environment)
 
 
 @given(arguments=st.lists(st.text(max_size=20), max_size=5))
@@ -78,12 +85,12 @@ def test_an_argument_that_is_no_utf8_counts() -> None:
 def test_a_drill_has_runs_of_its_own(own: str | None, expected: str | None) -> None:
     """Also where the script names its run: two names give two runs, and neither is one that was there."""
     variables = {"PL_FAULT_TOLERANT_RUN_ID": "drill-1-interrupted"}
-    assert run_id_of(own, ["train.py"], variables) == (own or "drill-1-interrupted")
-    drilled = run_id_of(own, ["train.py"], {**variables, "PL_FAULT_TOLERANT_DRILL": "drill-1-interrupted-0"})
+    assert run_id_of(own, "train-0", variables) == (own or "drill-1-interrupted")
+    drilled = run_id_of(own, "train-0", {**variables, "PL_FAULT_TOLERANT_DRILL": "drill-1-interrupted-0"})
     assert check_run_id(drilled).startswith("drill-1-interrupted")
     assert drilled != own
     assert expected in (None, drilled)
-    assert drilled != run_id_of("a" * 127 + "b", ["train.py"], {**variables, "PL_FAULT_TOLERANT_DRILL": "x"})
+    assert drilled != run_id_of("a" * 127 + "b", "train-0", {**variables, "PL_FAULT_TOLERANT_DRILL": "x"})
 
 
 def test_interactive_session_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.trainer import slurm
-from lightning_faulttolerant.trainer.run import default_run_id
+from lightning_faulttolerant.trainer.runs.starts import start_of_process
 from lightning_faulttolerant.trainer.slurm import end_time, requeue
 
 
@@ -61,6 +61,6 @@ def test_end_time(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_job_that_is_queued_again_is_the_same_run() -> None:
     """A requeued job keeps its command, so that it finds its autosaves, whatever SLURM says of its restart."""
-    first = default_run_id(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12"})
-    again = default_run_id(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"})
+    first = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12"}).run_id
+    again = start_of_process(["train.py", "--lr", "1"], {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "1"}).run_id
     assert first == again

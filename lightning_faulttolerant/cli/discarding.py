@@ -1,0 +1,87 @@
+"""``discard``: let the next start of a run begin from the beginning."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+
+from lightning_faulttolerant.checkpoint.locks import open_lock
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import open_store
+from lightning_faulttolerant.cli.errors import reason_of
+from lightning_faulttolerant.cli.runs import directory_of_run, registry_here
+from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.records.runs import FILE_NAME
+
+DESCRIPTION = """\
+Let the next start of a run begin from the beginning. RUN is the name of the run, as "list" shows it in the directory
+where the run was started, or the directory of the run.
+
+The autosaves are not deleted: they are set aside, in a directory "superseded-..." in that of each fit. To take them
+back, move them to where they were.
+"""
+EPILOG = """\
+Exit status: 0 done, 1 the run is in use, or has no autosaves, 2 there is no such run, or it can't be read.
+"""
+
+_FIT_NAME = re.compile(r"fit-\d+")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``discard`` takes.
+
+    Args:
+        parser: Of this command.
+    """
+    parser.add_argument("run_name", metavar="RUN", help="name of a run, its directory, or its URL")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Set the autosaves aside, and say where they are.
+
+    Args:
+        arguments: As declared.
+
+    Returns:
+        The exit status.
+    """
+    directory = directory_of_run(arguments.run_name)
+    lock = open_lock(directory)
+    try:
+        lock.acquire()
+    except RunInUseError as error:
+        print(safe(reason_of(error)), file=sys.stderr)
+        return 1
+    try:
+        aside = _set_aside(directory)
+    finally:
+        lock.release()
+    registry_here().remove(directory)
+    if not aside:
+        print(f"{safe(directory)} has no autosaves.", file=sys.stderr)
+        return 1
+    for path in aside:
+        print(f"set aside: {safe(path)}")
+    print("The next start begins from the beginning.")
+    return 0
+
+
+def _set_aside(directory: str) -> list[str]:
+    store = open_store(directory)
+    folders = [name for name in store.listing().folders if _FIT_NAME.fullmatch(name)]
+    if os.path.basename(directory.rstrip("/")).startswith("fit-") and not folders:
+        raise CheckpointError(f"{directory} is the directory of one fit. Give that of the run, which is above it.")
+    # The last fit first: a process that is killed meanwhile leaves the first ones, which are continued from.
+    series = [AutosaveSeries(store.path(name), keep_last=1) for name in sorted(folders, key=_number, reverse=True)]
+    aside = [path for one in series if (path := one.set_aside("discarded")) is not None]
+    with contextlib.suppress(FileNotFoundError):
+        store.delete(FILE_NAME)
+    return aside
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("fit-"))

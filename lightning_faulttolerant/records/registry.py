@@ -1,0 +1,92 @@
+"""The registry: where each unfinished run keeps its autosaves, in a place that stays the same from start to start.
+
+Each run has a small file of its own, so that processes never wait for one another. The place is the directory in which
+the process was started, or what ``PL_FAULT_TOLERANT_REGISTRY`` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_faulttolerant.records.runs import Command, command_from
+
+VARIABLE = "PL_FAULT_TOLERANT_REGISTRY"
+FOLDER = ".lightning_faulttolerant"
+_SUFFIX = ".json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An unfinished run.
+
+    Args:
+        run_id: The name of its directory.
+        directory: That directory, as an absolute path or a URL.
+        command: That started it first.
+        began: When, seconds since 1970.
+    """
+
+    run_id: str
+    directory: str
+    command: Command
+    began: float
+
+
+class Registry:
+    """The unfinished runs that were started in one place.
+
+    Args:
+        directory: Of the registry; made when the first run is added.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def add(self, entry: Entry) -> None:
+        """Add a run, or replace what is there of it.
+
+        Raises:
+            OSError: If it can't be written.
+        """
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / ".gitignore").write_text("*\n")
+        path = self._path_of(entry.directory)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_bytes(json.dumps(asdict(entry)).encode("utf-8", "surrogateescape"))
+        os.replace(temporary, path)
+
+    def remove(self, directory: str) -> None:
+        """Remove the run of a directory, if it is there."""
+        with contextlib.suppress(OSError):
+            self._path_of(directory).unlink()
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.directory.iterdir()] == [".gitignore"]:
+                (self.directory / ".gitignore").unlink()
+                self.directory.rmdir()
+
+    def entries(self) -> list[Entry]:
+        """Return all runs, the one that began first first; files that can't be read are passed over."""
+        try:
+            paths = sorted(self.directory.glob(f"*{_SUFFIX}"))
+        except OSError:
+            return []
+        found = (_read(path) for path in paths)
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.began)
+
+    def _path_of(self, directory: str) -> Path:
+        digest = hashlib.blake2b(directory.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
+        return self.directory / f"{digest}{_SUFFIX}"
+
+
+def _read(path: Path) -> Entry | None:
+    try:
+        found = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
+        return Entry(**{**found, "command": command_from(found["command"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,113 @@
+"""What is known of a run beside its autosaves: the command that started it, and how each of its fits started.
+
+It is kept in ``<dirpath>/<run_id>/run.json``, here or in an object store, for as long as the run has autosaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+FILE_NAME = "run.json"
+RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """The command that a run was started with.
+
+    Args:
+        script: Absolute path of the script, or a word for a process without one.
+        arguments: What follows the script.
+        task: The number of the task in a job array, with the variable that holds it, or ``""``.
+        words: The whole command, to be typed again.
+        directory: Where it was typed.
+        run_id: The value of ``PL_FAULT_TOLERANT_RUN_ID``, or ``""``.
+    """
+
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    task: str = ""
+    words: tuple[str, ...] = ()
+    directory: str = ""
+    run_id: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the script without its directory."""
+        return os.path.basename(self.script)
+
+    def is_alike(self, other: Command) -> bool:
+        """Return whether another command is the same but for the directory of its script."""
+        return (self.name, self.arguments, self.task) == (other.name, other.arguments, other.task)
+
+    def line(self, *, run_id: str = "") -> str:
+        """Return the line to type.
+
+        Args:
+            run_id: Set in ``PL_FAULT_TOLERANT_RUN_ID``; that of the command itself by default.
+        """
+        name = run_id or self.run_id
+        variable = [f"{RUN_ID_VARIABLE}={shlex.quote(name)}"] if name else []
+        return " ".join([*variable, shlex.join(self.words)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitRecord:
+    """How a fit started.
+
+    Args:
+        start: Its start fingerprint: what `StartFingerprint.state_dict` returned.
+        is_finished: Whether it came to its end.
+    """
+
+    start: Mapping[str, Any] = field(default_factory=dict)
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What is known of a run.
+
+    Args:
+        run_id: The name of its directory.
+        command: That started it first.
+        began: When, seconds since 1970.
+        fits: Its fits, by number.
+    """
+
+    run_id: str = ""
+    command: Command = Command()
+    began: float = 0.0
+    fits: Mapping[int, FitRecord] = field(default_factory=dict)
+
+    def with_fit(self, number: int, fit: FitRecord) -> RunRecord:
+        """Return the record with another fit in it."""
+        return replace(self, fits={**self.fits, number: fit})
+
+    def to_json(self) -> bytes:
+        """Return what `record_from_json` reads."""
+        return json.dumps(asdict(self), sort_keys=True).encode("utf-8", "surrogateescape")
+
+
+def record_from_json(content: bytes) -> RunRecord | None:
+    """Return what `RunRecord.to_json` wrote; ``None`` if it is something else, or of a newer version."""
+    try:
+        found = json.loads(content.decode("utf-8", "surrogateescape"))
+        fits = {int(number): FitRecord(**fit) for number, fit in found.pop("fits").items()}
+        return RunRecord(**{**found, "command": command_from(found["command"]), "fits": fits})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def command_from(found: Mapping[str, Any]) -> Command:
+    """Return a command from what ``asdict`` made of it.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    return Command(**{**found, "arguments": tuple(found["arguments"]), "words": tuple(found["words"])})

@@ -1,0 +1,35 @@
+"""What is private in Lightning and Optuna: the loaders that were passed to ``fit``, and where a study is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+
+
+def given_loaders(trainer: Trainer) -> dict[str, Any]:
+    """Return the training loaders that were passed to ``fit``, by place; none where a module makes them later."""
+    given = trainer.fit_loop._data_source.instance
+    if isinstance(given, (LightningModule, LightningDataModule)):
+        return {}
+    return dict(_loaders(given, "train"))
+
+
+def _loaders(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, CombinedLoader):
+        value = value.iterables
+    if isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from _loaders(child, f"{place}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for number, child in enumerate(value):
+            yield from _loaders(child, f"{place}.{number}")
+    elif value is not None:
+        yield place, value
+
+
+def storage_of(study: Any) -> Any:
+    """Return the storage of one of Optuna's studies; nothing public tells whether it is in memory only."""
+    return getattr(study, "_storage", None)

@@ -1,0 +1,276 @@
+"""In which directory the fit that begins keeps its autosaves, and under which number.
+
+A run is recognized by what it is, and not by its directory alone: ``default_root_dir`` may be a new one at each start.
+The rules, and why, are in docs/decisions/0038-which-run.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import Any
+
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
+from lightning_faulttolerant.checkpoint.store import is_url, open_store
+from lightning_faulttolerant.errors import CheckpointError, RunInUseError
+from lightning_faulttolerant.records.history import DEFAULT_FOLDER
+from lightning_faulttolerant.records.registry import Entry, Registry
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
+from lightning_faulttolerant.trainer.launched import Script
+from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.run import Run, directory_of, open_run, run_id_of, run_of_process
+from lightning_faulttolerant.trainer.runs import trials
+from lightning_faulttolerant.trainer.runs.fingerprint import StartFingerprint
+from lightning_faulttolerant.trainer.runs.matching import Match, match_fit
+from lightning_faulttolerant.trainer.runs.places import registry_of_process
+from lightning_faulttolerant.trainer.runs.recorded import read_record
+from lightning_faulttolerant.trainer.runs.starts import Start, start_of_process
+from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line, tell_interrupted, tell_passed_over
+from lightning_faulttolerant.trainer.telling import tell
+
+_LOOK_EVERY_SECONDS = 0.25
+_MAX_SIBLINGS = 50
+
+_continued: dict[str, str] = {}
+"""The directories that this process continues, by those in which it would have started them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundFit:
+    """Where a fit keeps its autosaves.
+
+    Args:
+        run: Its run, held by this process.
+        series: The autosaves.
+    """
+
+    run: Run
+    series: AutosaveSeries
+
+
+class Finder:
+    """Finds the run and the number of one fit.
+
+    Args:
+        options: The callback's.
+        default_root_dir: The Trainer's.
+        fingerprint: How the fit starts.
+    """
+
+    def __init__(self, options: Options, default_root_dir: str, fingerprint: StartFingerprint) -> None:
+        self._options = options
+        self._fingerprint = fingerprint
+        self._dirpath = options.dirpath or open_store(default_root_dir).path(DEFAULT_FOLDER)
+        self._start: Start = start_of_process(sys.argv, os.environ)
+        self._run_id = run_id_of(options.run_id, self._start.run_id, os.environ)
+        self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
+        self._registry: Registry | None = registry_of_process(self._start.command.directory)
+        self._script: Script = options.script
+
+    def find(self) -> FoundFit:
+        """Open the run, and begin the fit in it.
+
+        Raises:
+            RunInUseError: If another process has it, and keeps it.
+            CheckpointError: If its directory can't be written.
+        """
+        run = self._open()
+        match = self._match(run)
+        series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
+        autosaves = series.paths()
+        is_new = not autosaves
+        if is_new:
+            tell_passed_over(match, run_id=os.path.basename(run.directory))
+        elif not match.is_finished and self._options.auto_resume:
+            tell(
+                f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
+                f" {discard_line(run.directory)}"
+            )
+        run.note_fit(FitRecord(start=self._fingerprint.state_dict()), self._record(run))
+        self._register(run)
+        if is_new and len(run.begun) == 1:
+            tell_interrupted(self._interrupted(run), self._start.command)
+        return FoundFit(run=run, series=series)
+
+    def _open(self) -> Run:
+        if self._start.is_one_of_many and not self._has_name and not self._script.is_elsewhere:
+            return self._open_one_of_many()
+        default = directory_of(self._dirpath, self._run_id)
+        directory = _continued.get(default, default)
+        if run_of_process(directory) is not None or _has_autosaves(directory):
+            return self._open_patiently(directory)
+        for directory in self._elsewhere(default):
+            run = self._continue(directory)
+            if run is not None:
+                _continued[default] = run.directory
+                return run
+        return self._open_patiently(default)
+
+    def _open_patiently(self, directory: str) -> Run:
+        """Open a run; wait as long as its predecessor may take to end."""
+        dirpath, _, name = directory.rstrip("/").rpartition("/")
+        deadline = time.monotonic() + self._options.grace_seconds
+        error = _why_not_open(dirpath, name, self._script)
+        if error is not None:
+            tell(f"{error} Waiting up to {self._options.grace_seconds:g} s for it to end.")
+        while error is not None:
+            if time.monotonic() > deadline:
+                raise error
+            time.sleep(_LOOK_EVERY_SECONDS)
+            error = _why_not_open(dirpath, name, self._script)
+        return open_run(dirpath, name, self._script)
+
+    def _continue(self, directory: str) -> Run | None:
+        """Open a run that was started in another directory; ``None`` if its process keeps it."""
+        try:
+            run = self._open_patiently(directory)
+        except (RunInUseError, CheckpointError, OSError) as error:
+            tell(f"This run has a directory of its own: {error}")
+            return None
+        return run
+
+    def _open_one_of_many(self) -> Run:
+        """Open a directory that no other process holds, and that is of a fit that starts alike, or of none."""
+        prefix = f"{self._run_id}-{self._fingerprint.name}"
+        numbers = range(1, 1 + _num_of(self._dirpath, prefix))
+        known = sorted((f"{prefix}-{number}" for number in numbers), key=self._is_other)
+        for name in chain(known, (f"{prefix}-{number}" for number in count(1 + len(known)))):
+            run = self._open_if_free(name)
+            if run is not None:
+                run.ends_with_fit = self._start.is_killed_at_end
+                return run
+        raise AssertionError("there is always another number")
+
+    def _is_other(self, name: str) -> bool:
+        """Return whether a directory is surely not of the very same fit."""
+        return not _has_fit(directory_of(self._dirpath, name), self._fingerprint.is_exactly)
+
+    def _open_if_free(self, name: str) -> Run | None:
+        directory = directory_of(self._dirpath, name)
+        own = run_of_process(directory)
+        if own is not None and own.num_open:
+            return None  # a thread, or a fit inside of another one
+        try:
+            run = own or open_run(self._dirpath, name, self._script)
+        except RunInUseError:
+            return None
+        fits = [fit for number, fit in run.fits().items() if number not in run.begun]
+        if all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
+            return run
+        if own is None:
+            run.give_back()
+        return None
+
+    def _elsewhere(self, default: str) -> Iterator[str]:
+        """Yield the directories in which this run may have been started, the likeliest first."""
+        if self._options.dirpath is None:
+            same = [entry for entry in self._entries() if self._is_same(entry) and entry.directory != default]
+            yield from self._likeliest([entry.directory for entry in same])
+        if not self._has_name:
+            runs = {entry.directory: entry.command for entry in self._entries()} | dict(self._siblings())
+            alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
+            yield from (path for path in alike if path != default and _has_fit(path, self._fingerprint.is_exactly))
+
+    def _is_same(self, entry: Entry) -> bool:
+        return entry.run_id == self._run_id and entry.command.name == self._start.command.name
+
+    def _likeliest(self, directories: Sequence[str]) -> list[str]:
+        """Return that directory of this run of which a fit starts as this one does."""
+        for is_it in (self._fingerprint.is_exactly, self._fingerprint.is_alike):
+            found = [path for path in directories if _has_fit(path, is_it)]
+            if found:
+                return found[:1]
+        # Where several fits are run, it is a new one. Else somebody has changed it, and hears of that.
+        return [] if trials.runs_several() else list(directories[-1:])
+
+    def _entries(self) -> list[Entry]:
+        """Return the interrupted runs of the registry, without those that this process has."""
+        entries = [] if self._registry is None else self._registry.entries()
+        return [e for e in entries if run_of_process(e.directory) is None and _has_autosaves(e.directory)]
+
+    def _siblings(self) -> Iterator[tuple[str, Command]]:
+        """Yield the interrupted runs of the same script that keep their autosaves in the same place."""
+        stem = self._start.run_id.rpartition("-")[0]
+        try:
+            folders = open_store(self._dirpath).listing().folders
+        except (OSError, CheckpointError):
+            return
+        for name in [name for name in folders if name.startswith(f"{stem}-")][-_MAX_SIBLINGS:]:
+            directory = directory_of(self._dirpath, name)
+            record = read_record(directory)
+            if record is not None and run_of_process(directory) is None and _has_autosaves(directory):
+                yield directory, record.command
+
+    def _match(self, run: Run) -> Match:
+        fits = run.fits()
+        several = len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
+        is_sweep = trials.sweep() is not None
+        return match_fit(fits, run.begun, self._fingerprint, runs_several=several, is_sweep=is_sweep)
+
+    def _record(self, run: Run) -> RunRecord:
+        name = os.path.basename(run.directory.rstrip("/"))
+        return RunRecord(run_id=name, command=self._start.command, began=time.time())
+
+    def _register(self, run: Run) -> None:
+        registry = self._registry
+        if registry is None or run.is_registered:
+            return
+        record = run.record
+        name = os.path.basename(run.directory.rstrip("/"))
+        entry = Entry(run_id=name, directory=run.directory, command=record.command, began=record.began)
+        try:
+            registry.add(entry)
+        except OSError as error:
+            tell(f"The registry of runs can't be written: {error}")
+            return
+        run.is_registered = True
+        run.on_end = lambda: registry.remove(run.directory)
+
+    def _interrupted(self, run: Run) -> list[Interrupted]:
+        """Return the interrupted runs of the same script."""
+        found = {entry.directory: entry.command for entry in self._entries()} | dict(self._siblings())
+        found.pop(run.directory, None)
+        return [
+            Interrupted(directory=path, command=command)
+            for path, command in found.items()
+            if command.name == self._start.command.name
+        ]
+
+
+def _why_not_open(dirpath: str, name: str, script: Script) -> RunInUseError | None:
+    """Open a run, or return why that is not possible while another process has it."""
+    try:
+        open_run(dirpath, name, script)
+    except RunInUseError as error:
+        return error
+    return None
+
+
+def _has_autosaves(directory: str) -> bool:
+    """Return whether a run has an autosave to continue from."""
+    if not is_url(directory) and not os.path.isdir(directory):
+        return False
+    store = open_store(directory)
+    try:
+        folders = [name for name in store.listing().folders if name.startswith("fit-")]
+        return any(AUTOSAVE_NAME.fullmatch(name) for folder in folders for name in store.folder(folder).names())
+    except (OSError, CheckpointError):
+        return False
+
+
+def _has_fit(directory: str, is_it: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """Return whether a run has a fit of whose start `is_it` says so."""
+    record = read_record(directory)
+    return record is not None and any(is_it(fit.start) for fit in record.fits.values())
+
+
+def _num_of(dirpath: str, prefix: str) -> int:
+    """Return the highest number of the directories that begin with `prefix`."""
+    names = open_store(dirpath).listing().folders
+    numbers = (name.removeprefix(f"{prefix}-") for name in names if name.startswith(f"{prefix}-"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)

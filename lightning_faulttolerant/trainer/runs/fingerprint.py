@@ -1,0 +1,171 @@
+"""The start fingerprint: what a fit is, as far as it is known before it has set anything up.
+
+It tells the fits of one script from one another, and says whether the same script in another directory is the same run.
+What a resumed run must agree on is another matter: see ``trainer/fingerprint.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.trainer.compat import datamodule
+from lightning_faulttolerant.trainer.fingerprint import differences, loader_fingerprint, module_fingerprint
+from lightning_faulttolerant.trainer.runs.compat import given_loaders
+from lightning_faulttolerant.trainer.runs.trials import trial_of
+
+_SAMPLED_ELEMENTS = 64
+_DIGEST_BYTES = 8
+_DAY_SECONDS = 86_400
+_SEED_VARIABLE = "PL_GLOBAL_SEED"
+_NOT_OWN = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartFingerprint:
+    """What a fit is when it starts.
+
+    Args:
+        core: Classes, shapes, numbers among the hyperparameters and attributes, and the trial of a study. A script that
+            draws at random without a seed has the same at each start.
+        data: Of the loaders that were passed to ``fit``, by place.
+        weights: A checksum of the initial weights.
+    """
+
+    core: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return {"core": self.core, "data": self.data, "weights": self.weights}
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether it has a trial, or numbers of its own, that another trial of a sweep would have others of."""
+        return "trial" in self.core or bool(self.core.get("values") or self.core.get("data values"))
+
+    @property
+    def name(self) -> str:
+        """A short name for `core`."""
+        return hashlib.blake2b(repr(self.core).encode(), digest_size=4).hexdigest()
+
+    def differs(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return a line for each difference in `core` and `data` from what `state_dict` gave of another one."""
+        return [
+            *differences(saved.get("core", {}), self.core),
+            *differences(saved.get("data", {}), self.data),
+        ]
+
+    def has_core(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another one has the same `core`."""
+        return bool(saved.get("core") == self.core)
+
+    def has_data(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another one has the same `data`."""
+        return bool(saved.get("data") == self.data)
+
+    def has_weights(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another one has the same `weights`."""
+        return bool(saved.get("weights") == self.weights)
+
+    def is_alike(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another one is the same but for the weights: without a seed they are others at each start."""
+        return self.has_core(saved) and self.has_data(saved)
+
+    def is_exactly(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether another one is the same in all."""
+        return self.is_alike(saved) and self.has_weights(saved)
+
+
+def start_fingerprint(trainer: Trainer) -> StartFingerprint:
+    """Return what the fit that begins is; no code of the user's runs, and nothing is drawn.
+
+    Args:
+        trainer: Whose fit it is, before its callbacks are set up.
+    """
+    module, data_module = trainer.lightning_module, datamodule(trainer)
+    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _numbers(module)}
+    if data_module is not None:
+        core = {**core, "data module": type(data_module).__qualname__, "data values": _numbers(data_module)}
+    if os.environ.get(_SEED_VARIABLE):
+        core["seed"] = os.environ[_SEED_VARIABLE]
+    trial = trial_of()
+    if trial is not None:
+        core["trial"] = trial
+    data = {place: _jsonable(loader_fingerprint(loader)) for place, loader in given_loaders(trainer).items()}
+    return StartFingerprint(core=core, data=data, weights=_weights(module))
+
+
+def _numbers(owner: LightningModule | LightningDataModule) -> dict[str, Any]:
+    """Return the numbers and flags among the hyperparameters and attributes of an object."""
+    attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
+    for name in _NOT_OWN:
+        attributes.pop(name, None)
+    numbers = {name: value for name, value in attributes.items() if _is_number(value)}
+    return {**_numbers_in(numbers), **_numbers_in(dict(owner.hparams))}
+
+
+def _numbers_in(values: Mapping[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found.update({f"{key}.{name}": child for name, child in _numbers_in(value).items()})
+        elif isinstance(value, (list, tuple)):
+            found.update({f"{key}.{i}": _jsonable(child) for i, child in enumerate(value) if _is_number(child)})
+        elif _is_number(value):
+            found[str(key)] = _jsonable(value)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number or a flag, and none that is another one at each start."""
+    if isinstance(value, bool):
+        return True
+    if not isinstance(value, (int, float)) or value == os.getpid():
+        return False
+    return all(abs(value / scale - time.time()) > _DAY_SECONDS for scale in (1, 1e3, 1e9))
+
+
+def _jsonable(value: Any) -> Any:
+    """Return a value as JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(child) for child in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if value == value and abs(value) != float("inf") else str(float(value))
+    return str(value)
+
+
+def _weights(module: LightningModule) -> str:
+    """Return a checksum of a sample of the initial weights."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name, tensor in _tensors(module):
+        flat = tensor.detach().reshape(-1)
+        stride = max(1, len(flat) // _SAMPLED_ELEMENTS)
+        sample = flat[::stride]
+        digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta:
+            digest.update(sample.to(torch.float64, copy=True).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _tensors(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter) and type(parameter.data) is Tensor and not parameter.is_complex():
+            yield name, parameter.data

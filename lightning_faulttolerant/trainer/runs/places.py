@@ -1,0 +1,35 @@
+"""Where the registry of runs is: in a place that stays the same from start to start."""
+
+from __future__ import annotations
+
+import os
+
+from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
+from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Registry
+from lightning_faulttolerant.trainer.runs.starts import start_directory
+
+_OF_PYTEST = "PYTEST_CURRENT_TEST"
+
+
+def registry_of_process(start_directory: str) -> Registry | None:
+    """Return the registry of this process; ``None`` in a drill, and in tests, whose fits are all of one command.
+
+    Args:
+        start_directory: The working directory in which the process was started.
+    """
+    if os.environ.get(DRILL_VARIABLE):
+        return None
+    if os.environ.get(VARIABLE):
+        return Registry(os.path.abspath(os.path.expanduser(os.environ[VARIABLE])))
+    return None if _OF_PYTEST in os.environ else Registry(os.path.join(start_directory, FOLDER))
+
+
+def unregister(directory: str) -> None:
+    """Remove a run from the registry of this process: it has no autosaves any more.
+
+    Args:
+        directory: Of the run.
+    """
+    registry = registry_of_process(start_directory(os.environ))
+    if registry is not None:
+        registry.remove(directory)

@@ -1,0 +1,145 @@
+"""How this process was started: the script, its arguments, the directory, and the launcher if there is one."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_faulttolerant.records.runs import Command
+
+# The task's number in a job array; a job's own id is another one each time it is submitted.
+_ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
+# Packages that run the code of others: their own file is not the script.
+_LAUNCHERS = frozenset({"coverage", "debugpy", "ipykernel", "ipykernel_launcher", "joblib", "loky", "papermill", "ray",
+                        "submitit"})  # fmt: skip
+_INTERACTIVE, _NOTEBOOK, _RAY = "interactive", "notebook", "ray"
+_STEM_LENGTH = 64
+_PACKAGES = ("purelib", "platlib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """How this process was started.
+
+    Args:
+        command: What was typed.
+        is_one_of_many: Whether several such processes may train different models at the same time, so that the command
+            does not tell one from the other: a worker of a pool, of Ray or submitit, a notebook without a name.
+        is_killed_at_end: Whether such a process is killed when its work is done.
+    """
+
+    command: Command
+    is_one_of_many: bool = False
+    is_killed_at_end: bool = False
+
+    @property
+    def run_id(self) -> str:
+        """The default run id: the name of the script, and a hash of script, arguments, and array task."""
+        command = self.command
+        # An argument that is no UTF-8, such as the name of a file, is text with surrogates.
+        words = [command.script, *command.arguments, *([command.task] if command.task else [])]
+        digest = hashlib.blake2b("\0".join(words).encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+        stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(command.script).stem).strip("-._") or "run"
+        return f"{stem[:_STEM_LENGTH]}-{digest}"
+
+
+def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
+    """Return how this process was started.
+
+    Args:
+        argv: Of the process.
+        environment: Of the process.
+    """
+    script, arguments, is_one_of_many = _script(argv, environment)
+    is_child = multiprocessing.parent_process() is not None
+    words = ["python", script, *arguments] if is_child or not sys.orig_argv else sys.orig_argv
+    command = Command(
+        script=script,
+        arguments=tuple(arguments),
+        task=" ".join(f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)),
+        words=tuple(words),
+        directory=start_directory(environment),
+    )
+    is_killed_at_end = script == _RAY or "PoolWorker" in multiprocessing.current_process().name
+    return Start(command=command, is_one_of_many=is_one_of_many or is_child, is_killed_at_end=is_killed_at_end)
+
+
+def start_directory(environment: Mapping[str, str]) -> str:
+    """Return the working directory in which the process was started, as far as that is known.
+
+    Hydra knows it. Else it is that of the shell where the script's name leads to the script from there, or where the
+    present one lies below: the script has changed into a directory for its output.
+
+    Args:
+        environment: Of the process.
+    """
+    hydra = hydra_config()
+    if hydra is not None:
+        return str(hydra.runtime.cwd)
+    now, shell = os.getcwd(), environment.get("PWD", "")
+    if not shell or not os.path.isabs(shell) or not os.path.isdir(shell) or os.path.samefile(shell, now):
+        return now
+    typed, main = sys.argv[0] if sys.argv else "", _main_file()
+    if main and typed and not os.path.isabs(typed) and os.path.exists(main):
+        for directory in (shell, now):
+            path = os.path.join(directory, typed)
+            if os.path.exists(path) and os.path.samefile(path, main):
+                return directory
+    return shell if Path(now).is_relative_to(shell) else now
+
+
+def hydra_config() -> Any:
+    """Return the configuration of Hydra itself, if it has started this script; else ``None``."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    return module.HydraConfig.get() if module is not None and module.HydraConfig.initialized() else None
+
+
+def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
+    """Return the script, its arguments, and whether several processes like this one may run at a time."""
+    main = _main_file()
+    if main is None:
+        return _without_file(argv, environment)
+    launcher = _launcher_of(main)
+    launched = os.path.abspath(argv[0]) if argv and argv[0] else ""
+    if launcher is not None and os.path.isfile(launched) and _launcher_of(launched) is None:
+        main, launcher = launched, None  # a debugger or a profiler has put its script there
+    if launcher is not None and launcher != "":
+        return launcher, [start_directory(environment), *argv[1:]], True
+    hydra = hydra_config()
+    if hydra is not None:
+        return os.path.abspath(main), [str(hydra.job.config_name), *map(str, hydra.overrides.task)], False
+    return os.path.abspath(main), argv[1:], False
+
+
+def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
+    """Return the same for a notebook, or for a session in which the code is typed."""
+    names = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    if "get_ipython" not in names:
+        return _INTERACTIVE, [], False
+    name = names.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME")
+    if name:
+        return os.path.abspath(str(name)), [], False
+    return _NOTEBOOK, [start_directory(environment)], True
+
+
+def _main_file() -> str | None:
+    return getattr(sys.modules.get("__main__"), "__file__", None)
+
+
+def _launcher_of(path: str) -> str | None:
+    """Return the launcher that a file belongs to; ``""`` for Python's own files, ``None`` for the user's."""
+    real = Path(path).resolve()
+    for name in _PACKAGES:
+        root = Path(sysconfig.get_path(name)).resolve()
+        if real.is_relative_to(root):
+            top = real.relative_to(root).parts[0].removesuffix(".py")
+            return top if top in _LAUNCHERS else None
+    return "" if real.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve()) else None

@@ -1,0 +1,144 @@
+"""What is said of runs: from which one a fit continues, which ones it does not, and what to type for another choice."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
+from lightning_faulttolerant.checkpoint.store import is_url, open_store
+from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError
+from lightning_faulttolerant.records.runs import Command
+from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.runs.matching import Match
+from lightning_faulttolerant.trainer.runs.recorded import read_record
+from lightning_faulttolerant.trainer.telling import tell
+
+_PROGRAM = "lightning-faulttolerant"
+_MAX_LINES = 3
+_has_told: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupted:
+    """A run that has autosaves, and is not the one that continues.
+
+    Args:
+        directory: Of the run.
+        command: That started it.
+    """
+
+    directory: str
+    command: Command
+
+
+def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
+    """Name the interrupted run of the same script that was saved last, where a fit starts from the beginning.
+
+    Args:
+        runs: All of them.
+        command: Of this process.
+    """
+    newest = max(runs, key=lambda run: _newest(run.directory)[0], default=None)
+    if newest is None:
+        return
+    saved_at, name = _newest(newest.directory)
+    when = f", saved {datetime.datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}" if saved_at else ""
+    match = AUTOSAVE_NAME.fullmatch(name)
+    place = f" at epoch {match['epoch']}, batch {match['batch']}" if match else ""
+    more = f" There are {len(runs) - 1} more." if len(runs) > 1 else ""
+    tell(
+        f"This fit starts from the beginning. An interrupted run of {command.name} is{place}{when}:"
+        f" {_difference(newest.command, command)}.{more} To continue it, type: {_line(newest, command)}"
+    )
+
+
+def tell_passed_over(match: Match, *, run_id: str) -> None:
+    """Say once what interrupted fits of this run a new fit does not continue, and why.
+
+    Args:
+        match: What was found.
+        run_id: Of this run.
+    """
+    if match.is_guess and "guess" not in _has_told:
+        _has_told.add("guess")
+        tell(
+            "This trial starts from the beginning: nothing tells it from other trials of this sweep. Name each,"
+            ' such as FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
+        )
+    if not match.passed_over or run_id in _has_told:
+        return
+    _has_told.add(run_id)
+    number, lines = next(iter(match.passed_over.items()))
+    what = "; ".join(lines[:_MAX_LINES]) or "its initial weights"
+    tell(f"This fit starts from the beginning. It is not fit {number} of {run_id}, which was interrupted: {what}.")
+
+
+def advise(exception: BaseException, choice: Choice | None) -> None:
+    """Let the error of a run that differs end with two lines: how to continue it, and how to start it over.
+
+    Args:
+        exception: That ends a fit.
+        choice: What the fit starts from.
+    """
+    path = "" if choice is None or not choice.is_autosave else str(choice.path)
+    directory = path.rpartition("/")[0].rpartition("/")[0]
+    record = read_record(directory) if isinstance(exception, FingerprintMismatchError) and path else None
+    if record is None:
+        return
+    exception.args = (
+        f"{exception}\nTo continue the run that was interrupted, undo the change and type: {record.command.line()}"
+        f"\nTo start over, type: {discard_line(directory)}",
+    )
+
+
+def discard_line(directory: str) -> str:
+    """Return the line that lets a run start over.
+
+    Args:
+        directory: Of the run.
+    """
+    return f"{_PROGRAM} discard {shlex.quote(directory)}"
+
+
+def _newest(directory: str) -> tuple[float, str]:
+    """Return when the newest autosave of a run was saved, as far as that is known, and its name."""
+    store = open_store(directory)
+    try:
+        folders = [name for name in store.listing().folders if name.startswith("fit-")]
+        names = [(folder, name) for folder in folders for name in store.folder(folder).names()]
+    except (OSError, CheckpointError):
+        return 0.0, ""
+    found = [(folder, name) for folder, name in names if AUTOSAVE_NAME.fullmatch(name)]
+    if is_url(directory):
+        return (0.0, found[-1][1]) if found else (0.0, "")
+    return max(((_saved_at(os.path.join(directory, *one)), one[1]) for one in found), default=(0.0, ""))
+
+
+def _saved_at(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _difference(one: Command, other: Command) -> str:
+    if one.arguments != other.arguments:
+        return f"it was started with other arguments ({shlex.join(one.arguments) or 'none'})"
+    if one.task != other.task:
+        return f"it is another task ({one.task or 'none'})"
+    if one.script != other.script:
+        return f"it is of {one.script}, and starts differently"
+    return "it starts differently"
+
+
+def _line(run: Interrupted, command: Command) -> str:
+    """Return what to type to continue a run."""
+    is_other = (run.command.script, run.command.arguments, run.command.task) != (
+        command.script, command.arguments, command.task,
+    )  # fmt: skip
+    line = run.command.line(run_id="" if is_other else os.path.basename(run.directory))
+    return line if run.command.directory == command.directory else f"cd {shlex.quote(run.command.directory)} && {line}"
