@@ -1,0 +1,239 @@
+"""Starts the scripts in ``scripts/`` as a user does: as processes, in a project's directory, by the same command."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+STOPPED = 128 + signal.SIGTERM
+NUM_BATCHES = 12
+"""Of a fit: two epochs with six batches."""
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Started:
+    """What became of one start of a script."""
+
+    exit_code: int
+    output: str
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def num_batches(self, name: str | None = None) -> int:
+        """Return how many training batches it trained (in the fits of that name)."""
+        return len(self._of("trained", name))
+
+    def weights(self) -> dict[str, str]:
+        """Return the final weights of each fit that came to its end in this start."""
+        return {event["name"]: event["weights"] for event in self._of("finished", None)}
+
+    def first(self, name: str | None = None) -> dict[str, Any]:
+        """Return where it began: the step, and the weights before it."""
+        begins = self._of("begins", name)
+        assert begins, f"it trained no batch:\n{self.output}"
+        return begins[0]
+
+    def names(self) -> list[str]:
+        """Return the names of the fits that it trained, in order."""
+        return list(dict.fromkeys(event["name"] for event in self._of("begins", None)))
+
+    def values(self, name: str) -> list[dict[str, Any]]:
+        """Return what the script has told about its fits of that name."""
+        return self._of("finished", name)
+
+    def lines(self, *parts: str) -> list[str]:
+        """Return the lines of its output that contain all the parts."""
+        return [line for line in self.output.splitlines() if all(part in line for part in parts)]
+
+    def _of(self, event: str, name: str | None) -> list[dict[str, Any]]:
+        return [each for each in self.events if each["event"] == event and name in (None, each["name"])]
+
+
+class Project:
+    """A directory with a copy of the scripts, from which they are started.
+
+    Args:
+        directory: Where; made if it is not there.
+        environment: Variables for all starts.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.directory = directory
+        self.environment = dict(environment or {})
+        self._home = directory.parent / "home"
+        self._home.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(SCRIPTS, directory, ignore=shutil.ignore_patterns("__pycache__"))
+        self._records = 0
+
+    def edit(self, script: str, before: str, after: str) -> None:
+        """Replace a text in one of the scripts."""
+        path = self.directory / script
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, after))
+
+    def variables(
+        self, *, interrupt: str = "", protected: bool = True, sleep: float = 0, **more: str
+    ) -> dict[str, str]:
+        """Return the environment of one start, with a new record."""
+        self._records += 1
+        # What an outer run has set is not the script's.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "JPY_", "INTERRUPT"))}
+        switch = {"PL_FAULT_TOLERANT_TRAINING": "1"} if protected else {}
+        return {
+            **inherited,
+            **switch,
+            "HOME": str(self._home),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "RECORD": str(self.directory.parent / f"{self.directory.name}-{self._records}.jsonl"),
+            **({"INTERRUPT": interrupt} if interrupt else {}),
+            **({"SLEEP": str(sleep)} if sleep else {}),
+            **self.environment,
+            **more,
+        }
+
+    def launch(self, *command: str | Path, cwd: Path | None = None, **asked: Any) -> Process:
+        """Start Python with these arguments, and don't wait."""
+        return Process([sys.executable, *map(str, command)], cwd or self.directory, self.variables(**asked))
+
+    def start(self, *command: str | Path, **asked: Any) -> Started:
+        """Start Python with these arguments, and wait for its end."""
+        return self.launch(*command, **asked).wait()
+
+    def tool(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``lightning-faulttolerant`` where the script was started."""
+        command = [sys.executable, "-m", "lightning_faulttolerant", *arguments]
+        return subprocess.run(
+            command, cwd=self.directory, env=self.variables(), capture_output=True, text=True, check=False
+        )
+
+    def rows(self) -> list[Row]:
+        """Return what ``metrics.csv`` says.
+
+        A restart may continue the file of the first start, or begin one in its own directory: the rows of all
+        files count, and of two rows about one step the newer one.
+        """
+        files = sorted(self.directory.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
+        read = [row for file in files for row in csv.DictReader(file.read_text().splitlines())]
+        rows = {(row["epoch"], row["step"]): row for row in read}
+        return [rows[key] for key in sorted(rows, key=lambda key: tuple(map(int, key)))]
+
+
+class Process:
+    """A script that runs.
+
+    Args:
+        command: What is started.
+        cwd: Where.
+        environment: With which variables.
+    """
+
+    def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+        self._record = Path(environment["RECORD"])
+        self._output = self._record.with_suffix(".txt")
+        with open(self._output, "w") as output:
+            self._popen = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a signal to its group does not reach the test
+            )
+        self.process_id = self._popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._popen.poll() is None
+
+    def now(self) -> Started:
+        """Return what it has done so far."""
+        lines = self._record.read_text().splitlines() if self._record.exists() else []
+        code = self._popen.poll()
+        return Started(-999 if code is None else code, self._output.read_text(), [json.loads(line) for line in lines])
+
+    def wait(self, timeout_seconds: float = 150) -> Started:
+        """Wait until it has ended; kill it and its children if it does not."""
+        try:
+            self._popen.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise TimeoutError(f"the script did not end:\n{self.now().output}") from None
+        return self.now()
+
+    def kill(self) -> None:
+        """Kill it and its children."""
+        os.killpg(self.process_id, signal.SIGKILL)
+        self._popen.wait()
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The run without the package."""
+
+    started: Started
+    rows: list[Row]
+
+
+@functools.cache
+def plain(*command: str, **environment: str) -> Plain:
+    """Run a command without the package, in a directory of its own; once for all tests of this process."""
+    with tempfile.TemporaryDirectory() as directory:
+        project = Project(Path(directory) / "project")
+        started = project.start(*command, protected=False, **environment)
+        assert started.exit_code == 0, started.output
+        return Plain(started, project.rows())
+
+
+def continues(before: Started, after: Started, name: str = "fit", *, renamed: str | None = None) -> None:
+    """Assert that a start continues the fit of the start before it: it begins in the middle, with its weights."""
+    begins = after.first(renamed or name)
+    passed = {event["step"]: event["weights"] for event in before.events if event["name"] == name and "step" in event}
+    assert begins["step"] > 0, f"it started over:\n{after.output}"
+    assert begins["weights"] == passed[begins["step"]], after.output
+
+
+def stopped_twice(
+    project: Project, *command: str | Path, steps: tuple[str, str] = ("TERM@4", "TERM@9"), **asked: Any
+) -> tuple[Started, Started, Started]:
+    """Start a command, stop it, start it again, stop it again, and let it come to its end."""
+    first = project.start(*command, interrupt=steps[0], **asked)
+    assert first.exit_code == STOPPED, first.output
+    second = project.start(*command, interrupt=steps[1], **asked)
+    assert second.exit_code == STOPPED, second.output
+    third = project.start(*command, **asked)
+    assert third.exit_code == 0, third.output
+    return first, second, third
+
+
+def assert_same_fit(whole: Plain, starts: Sequence[Started], name: str = "fit") -> None:
+    """Assert that the starts of a script are together one fit that equals the uninterrupted one."""
+    for before, after in itertools.pairwise(starts):
+        continues(before, after, name)
+    assert starts[-1].weights()[name] == whole.started.weights()[name]
+    assert starts[-1].num_batches(name) < whole.started.num_batches(name)
+
+
+def assert_starts_over(started: Started, num_batches: int = NUM_BATCHES, name: str = "fit") -> None:
+    """Assert that a start trained a fit from the beginning to the end."""
+    assert started.exit_code == 0, started.output
+    assert started.first(name)["step"] == 0, started.output
+    assert started.num_batches(name) == num_batches, started.output
