@@ -25,8 +25,8 @@ Without DIR, list the unfinished runs that were started in this directory (or th
 PL_FAULT_TOLERANT_REGISTRY names): where each keeps its autosaves, how far it is, and the command that continues it.
 
 With DIR, list the checkpoints below a directory: autosaves (<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt) and all other
-.ckpt files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's directory, or
-any other; a URL lists what is below it (s3://bucket/run).
+.ckpt files, those of ModelCheckpoint for example. DIR may be the dirpath of FaultTolerance, a run's or a fit's
+directory, or any other; a URL lists what is below it (s3://bucket/run).
 
 Each file is read whole and verified by its checksums; --no-verify reads only what the table shows.
 """

@@ -93,7 +93,9 @@ class Project:
         """Return the environment of one start, with a new record."""
         self._records += 1
         # What an outer run has set is not the script's.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "JPY_", "INTERRUPT"))}
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PL_", "SLURM_", "JPY_", "INTERRUPT", "PYTEST_"))
+        }
         switch = {"PL_FAULT_TOLERANT_TRAINING": "1"} if protected else {}
         return {
             **inherited,
