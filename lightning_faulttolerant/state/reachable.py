@@ -145,14 +145,20 @@ def own_dict(value: Any) -> dict[str, Any] | None:
 
 
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return what an object holds in its own attributes, in slots too."""
+    """Return what an object holds in its own attributes, in slots too: no code of its class is asked."""
     yield from list((own_dict(value) or {}).items())
     for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+        if "__slots__" in vars(kind):
+            slots = ((name, slot) for name, slot in vars(kind).items() if type(slot) is types.MemberDescriptorType)
+            yield from ((name, slot.__get__(value)) for name, slot in slots if _is_filled(slot, value))
+
+
+def _is_filled(slot: Any, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -165,5 +171,6 @@ def _cell(cell: types.CellType) -> Any:
 def take_step(value: Any, kind: str, key: Any) -> Any:
     """Return what one step of a path leads to."""
     if kind == "attribute":
-        return getattr(value, key)
+        own = own_dict(value)
+        return own[key] if own is not None and key in own else getattr(value, key)
     return _cell(value.__closure__[key]) if kind == "cell" else value[key]

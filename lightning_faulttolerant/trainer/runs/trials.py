@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer.runs import compat
 
 # A `while` is how scripts try again.
 _LOOPS = (ast.For, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_TRIED_AGAIN = "failed_trial"  # where Optuna's callback notes the number of the first try
 # Packages that call a function of the user's once for each trial.
 _SWEEPS = ("ax", "hyperopt", "nevergrad", "optuna", "ray.tune", "skopt", "smac", "wandb.agents")
 
@@ -34,21 +35,21 @@ def _trial() -> Any:
     if optuna is None:
         return None
     in_memory = optuna.storages.InMemoryStorage
-    trials = (value for frame in _frames() for value in frame.f_locals.values() if isinstance(value, optuna.Trial))
+    # Variables of other functions are not read: before Python 3.13 that keeps alive what the function deletes later.
+    frames = (frame for frame in _frames() if _module_of(frame).startswith("optuna.") or _is_module(frame))
+    trials = (value for frame in frames for value in frame.f_locals.values() if isinstance(value, optuna.Trial))
     return next((trial for trial in trials if not isinstance(compat.storage_of(trial.study), in_memory)), None)
 
 
 def _first_try(trial: Any) -> int:
     """Return the number of the trial that this one tries again, or its own."""
-    storages: Any = sys.modules["optuna"].storages
-    callback = getattr(storages, "RetryHeartbeatStaleTrialCallback", None) or storages.RetryFailedTrialCallback
-    number = callback.retried_trial_number(trial.study.get_trials(deepcopy=False)[trial.number])
-    return int(trial.number if number is None else number)
+    known = trial.study.get_trials(deepcopy=False)[trial.number]
+    return int(known.system_attrs.get(_TRIED_AGAIN, trial.number))
 
 
 def sweep() -> str | None:
     """Return the name of the package that runs the trials of a sweep, of which one calls this; ``None`` outside."""
-    modules = [str(frame.f_globals.get("__name__", "")) for frame in _frames()]
+    modules = [_module_of(frame) for frame in _frames()]
     found = (name for name in _SWEEPS if any(module == name or module.startswith(f"{name}.") for module in modules))
     return next((name for name in found if name != "optuna" or _trial() is not None), None)
 
@@ -68,6 +69,15 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_module(frame: FrameType) -> bool:
+    """Return whether the variables of a frame are those of a module."""
+    return frame.f_code.co_name == "<module>"
 
 
 def _is_users(path: str) -> bool:
