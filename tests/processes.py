@@ -28,9 +28,16 @@ class Ended:
 class Script:
     """A process that runs `main` and then ends as Python does."""
 
-    def __init__(self, main: Callable[[], Any], *, arguments: tuple[str, ...] = (), seed: int = 1) -> None:
+    def __init__(
+        self,
+        main: Callable[[], Any],
+        *,
+        arguments: tuple[str, ...] = (),
+        seed: int = 1,
+        path: str = "/scripts/script.py",
+    ) -> None:
         self._output = Path(tempfile.mkstemp(suffix=".txt")[1])
-        script = functools.partial(_as_script, main, arguments)
+        script = functools.partial(_as_script, main, arguments, path)
         self.process_id = fork_and_run(script, output=self._output, seed=seed)
 
     def wait(self, timeout_seconds: float = 60) -> Ended:
@@ -46,11 +53,11 @@ class Script:
         raise TimeoutError(f"the process did not end:\n{self._output.read_text()}")
 
 
-def _as_script(main: Callable[[], Any], arguments: tuple[str, ...]) -> None:
+def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
     """Run `main` with arguments, and what Python does at exit behind it."""
     atexit._clear()
-    sys.modules["__main__"].__file__ = "/scripts/script.py"
-    sys.argv = ["script.py", *arguments]
+    sys.modules["__main__"].__file__ = path
+    sys.argv = [os.path.basename(path), *arguments]
     try:
         main()
     except SystemExit:

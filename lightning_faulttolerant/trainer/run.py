@@ -196,7 +196,9 @@ class Run:
         # The interpreter sets these for an exception that nobody caught.
         uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # A fit of another run that did not come to its end says that the script has not.
-        num_open = sum(run.num_open for run in _runs.values() if run.process_id == self.process_id) + self._script.num_open(self.directory)
+        num_open = sum(
+            run.num_open for run in _runs.values() if run.process_id == self.process_id
+        ) + self._script.num_open(self.directory)
         ended_well = num_open == 0 and uncaught is None
         try:
             if ended_well:

@@ -172,7 +172,8 @@ class Finder:
             same = [entry for entry in self._entries() if self._is_same(entry) and entry.directory != default]
             yield from self._likeliest([entry.directory for entry in same])
         if not self._has_name:
-            runs = {entry.directory: entry.command for entry in self._entries()} | dict(self._siblings())
+            known = self._entries() if self._options.dirpath is None else []
+            runs = {entry.directory: entry.command for entry in known} | dict(self._siblings())
             alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
             yield from (path for path in alike if path != default and _has_fit(path, self._fingerprint.is_exactly))
 

@@ -1,0 +1,75 @@
+"""Whether a script runs several fits: lines of the user's that lead to one are looked at."""
+
+from __future__ import annotations
+
+import runpy
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lightning_faulttolerant.trainer.runs import trials
+
+
+def asked_in(tmp_path: Path, code: str) -> list[bool]:
+    """Return what a script is told that has this code, in which `ask()` stands for `fit`."""
+    answers: list[bool] = []
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(code))
+    runpy.run_path(str(path), init_globals={"ask": lambda: answers.append(trials.is_in_loop())}, run_name="__main__")
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("ask()", False),
+        ("for i in range(1):\n    ask()", True),
+        ("for i in range(1):\n    pass\nask()", False),
+        ("[ask() for i in range(1)]", True),
+        ("{i: ask() for i in range(1)}", True),
+        ("def train():\n    ask()\nfor i in range(1):\n    train()", True),
+        ("def train():\n    ask()\nfor i in range(1):\n    pass\ntrain()", False),
+        ("def train():\n    for i in range(1):\n        pass\n    ask()\ntrain()", False),
+        ("def train():\n    for i in range(1):\n        ask()\ntrain()", True),
+        ("for i in range(1):\n    def train():\n        ask()\ntrain()", False),
+        ("while True:\n    ask()\n    break", False),
+    ],
+)
+def test_loops(code: str, expected: bool, tmp_path: Path) -> None:
+    """A line in the body of a `for` may be run several times; one after it is not, nor is one that is tried again."""
+    assert asked_in(tmp_path, code) == [expected]
+
+
+def test_no_sweep_here() -> None:
+    """Outside of a study there is neither a sweep nor a trial."""
+    assert (trials.sweep(), trials.trial_of()) == (None, None)
+
+
+def test_study_in_memory() -> None:
+    """Its trials are the same ones at each start, so that they are fits in their order."""
+    optuna = pytest.importorskip("optuna")
+    found: list[tuple[str | None, str | None]] = []
+
+    def objective(trial: object) -> float:
+        found.append((trials.sweep(), trials.trial_of()))
+        return 0.0
+
+    optuna.create_study().optimize(objective, n_trials=1)
+    assert found == [(None, None)]
+
+
+def test_study_in_a_database(tmp_path: Path) -> None:
+    """Its trials go on at each start: each has a name, and one that is tried again has that of the first try."""
+    optuna = pytest.importorskip("optuna")
+    found: list[tuple[str | None, str | None]] = []
+
+    def objective(trial: object) -> float:
+        found.append((trials.sweep(), trials.trial_of()))
+        return 0.0
+
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="tiny")
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL))
+    study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, system_attrs={"failed_trial": 0}))
+    study.optimize(objective, n_trials=2)
+    assert found == [("optuna", "tiny/0"), ("optuna", "tiny/2")]
