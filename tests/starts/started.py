@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,18 +173,38 @@ class Process:
         return Started(-999 if code is None else code, self._output.read_text(), [json.loads(line) for line in lines])
 
     def wait(self, timeout_seconds: float = 150) -> Started:
-        """Wait until it has ended; kill it and its children if it does not."""
+        """Wait until it and all that it has started have ended; kill them if they do not."""
         try:
             self._popen.wait(timeout_seconds)
+            deadline = time.monotonic() + 30
+            while self._living():
+                assert time.monotonic() < deadline, f"what it has started lives on:\n{self.now().output}"
+                time.sleep(0.1)
         except subprocess.TimeoutExpired:
-            self.kill()
             raise TimeoutError(f"the script did not end:\n{self.now().output}") from None
+        finally:
+            self.kill()
         return self.now()
 
     def kill(self) -> None:
-        """Kill it and its children."""
-        os.killpg(self.process_id, signal.SIGKILL)
+        """Kill it and all that it has started."""
+        while living := self._living():
+            for process_id in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            self._popen.poll()
+            time.sleep(0.05)
         self._popen.wait()
+
+    def _living(self) -> list[int]:
+        """Return the processes that have inherited the name of the record, without zombies."""
+        mark = f"RECORD={self._record}\0".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():  # that of a zombie is empty
+                    found.append(int(path.parent.name))
+        return found
 
 
 @dataclass(frozen=True)
@@ -237,3 +259,9 @@ def assert_starts_over(started: Started, num_batches: int = NUM_BATCHES, name: s
     assert started.exit_code == 0, started.output
     assert started.first(name)["step"] == 0, started.output
     assert started.num_batches(name) == num_batches, started.output
+
+
+def run_names(project: Project) -> list[str]:
+    """Return the names of the runs whose autosaves are there: ``<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt``."""
+    found = project.directory.parent.rglob("fit-*/autosave-*.ckpt")
+    return sorted({path.parents[1].name for path in found})

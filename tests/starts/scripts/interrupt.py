@@ -1,8 +1,9 @@
 """What a test asks of a script, by environment variables: to be interrupted, to be slow, to write down what it trains.
 
 ``INTERRUPT`` is ``SIGNAL@STEP`` or ``SIGNAL@STEP@NAME``: a fit (of that name) gets the signal after that many steps of
-the optimizer. ``SIGNAL`` is TERM, KILL, or GROUP (SIGKILL for the whole process group). ``RECORD`` is a file that gets
-a line for each training batch, ``SLEEP`` the seconds that a batch takes. Without the variables nothing happens.
+the optimizer. ``SIGNAL`` is TERM or KILL; GROUP-TERM and GROUP-KILL go to the whole process group. ``RECORD`` is a file
+that gets a line for each training batch, ``SLEEP`` the seconds that a batch takes. Without the variables nothing
+happens.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Interrupt(Callback):
 
 
 def _send(how: str) -> None:
-    if how == "GROUP":
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os.kill(os.getpid(), {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL}[how])
+    group, _, name = how.rpartition("-")
+    signum = {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL}[name]
+    if group:
+        os.killpg(os.getpgrp(), signum)
+    else:
+        os.kill(os.getpid(), signum)
