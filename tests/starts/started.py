@@ -254,6 +254,12 @@ def assert_same_fit(whole: Plain, starts: Sequence[Started], name: str = "fit") 
     assert starts[-1].num_batches(name) < whole.started.num_batches(name)
 
 
+def assert_interrupted(started: Started, num_batches: int, name: str = "fit") -> None:
+    """Assert that a start has failed after so many batches of a fit, and not for another reason before."""
+    assert started.exit_code != 0
+    assert started.num_batches(name) == num_batches, started.output
+
+
 def assert_starts_over(started: Started, num_batches: int = NUM_BATCHES, name: str = "fit") -> None:
     """Assert that a start trained a fit from the beginning to the end."""
     assert started.exit_code == 0, started.output

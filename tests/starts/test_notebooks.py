@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.starts.started import NUM_BATCHES, Project, Started, assert_same_fit, assert_starts_over, continues, plain
+from tests.starts.started import (
+    NUM_BATCHES,
+    Project,
+    Started,
+    assert_interrupted,
+    assert_same_fit,
+    assert_starts_over,
+    continues,
+    plain,
+)
 
 FIT = "lr=0.1"
 NAMES = ["no name", "JPY_SESSION_NAME", "__vsc_ipynb_file__"]
@@ -73,7 +82,8 @@ def test_stopped_twice(notebooks: Notebooks) -> None:
     """A notebook whose training was stopped continues when all its cells are executed again."""
     path = notebooks.write("train")
     starts = [notebooks.execute(path, interrupt=f"TERM@{step}") for step in (4, 9)]
-    assert all(start.exit_code for start in starts)
+    assert_interrupted(starts[0], 4, FIT)
+    assert_interrupted(starts[1], 5, FIT)
     starts.append(notebooks.execute(path))
     assert starts[-1].exit_code == 0, starts[-1].output
     for before, after in itertools.pairwise(starts):
@@ -87,7 +97,7 @@ def test_killed(notebooks: Notebooks) -> None:
     """A notebook whose kernel was killed continues from the last autosave."""
     path = notebooks.write("train")
     killed = notebooks.execute(path, interrupt="KILL@9", sleep=0.5)
-    assert killed.exit_code != 0
+    assert_interrupted(killed, 9, FIT)
     ended = notebooks.execute(path)
     assert ended.exit_code == 0, ended.output
     assert_same_fit(plain("notebook.py"), [killed, ended], FIT)
@@ -99,7 +109,7 @@ def test_another_notebook_in_the_directory(signal: str, notebooks: Notebooks) ->
     """Another notebook starts from the beginning, without an error, and leaves the interrupted one as it is."""
     path, other = notebooks.write("train"), notebooks.write("other", rate=0.2)
     first = notebooks.execute(path, interrupt=f"{signal}@9", sleep=0.5 if signal == "KILL" else 0)
-    assert first.exit_code != 0
+    assert_interrupted(first, 9, FIT)
     assert_starts_over(notebooks.execute(other), name="lr=0.2")
     third = notebooks.execute(path)
     assert third.exit_code == 0, third.output
@@ -112,7 +122,7 @@ def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
     """Where the kernel knows the name, a copy of the notebook with another name is another run."""
     notebooks = Notebooks(Project(tmp_path / "project"), name)
     path, copy = notebooks.write("train"), notebooks.write("copy")
-    assert notebooks.execute(path, interrupt="TERM@4").exit_code != 0
+    assert_interrupted(notebooks.execute(path, interrupt="TERM@4"), 4, FIT)
     assert_starts_over(notebooks.execute(copy), name=FIT)
 
 
@@ -120,6 +130,6 @@ def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
 def test_a_notebook_that_ended_normally_is_a_new_run(notebooks: Notebooks) -> None:
     """After a normal end of the kernel the same notebook trains everything again."""
     path = notebooks.write("train")
-    assert notebooks.execute(path, interrupt="TERM@4").exit_code != 0
+    assert_interrupted(notebooks.execute(path, interrupt="TERM@4"), 4, FIT)
     assert notebooks.execute(path).exit_code == 0
     assert_starts_over(notebooks.execute(path), name=FIT)

@@ -10,6 +10,7 @@ import pytest
 from tests.starts.started import (
     NUM_BATCHES,
     Project,
+    assert_interrupted,
     assert_starts_over,
     continues,
     plain,
@@ -55,7 +56,8 @@ def test_all_are_killed(pool: str, project: Project) -> None:
 def test_all_are_stopped_twice(pool: str, project: Project) -> None:
     """After a SIGTERM for the whole process group each task continues its own fit."""
     starts = [project.start("pool.py", pool, interrupt=f"GROUP-TERM@{step}@lr=0.2", sleep=0.2) for step in (3, 6)]
-    assert all(start.exit_code for start in starts)
+    assert_interrupted(starts[0], 3, "lr=0.2")
+    assert_interrupted(starts[1], 3, "lr=0.2")
     ended = project.start("pool.py", pool)
     assert ended.exit_code == 0, ended.output
     for name in NAMES:
@@ -68,7 +70,7 @@ def test_all_are_stopped_twice(pool: str, project: Project) -> None:
 def test_one_task_is_stopped(pool: str, project: Project) -> None:
     """A task whose process was stopped alone continues; the other one ends with its own weights."""
     first = project.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
-    assert first.exit_code != 0
+    assert_interrupted(first, 4, "lr=0.2")
     ended = project.start("pool.py", pool)
     assert ended.exit_code == 0, ended.output
     continues(first, ended, "lr=0.2")
@@ -79,7 +81,8 @@ def test_one_task_is_stopped(pool: str, project: Project) -> None:
 @pytest.mark.slow
 def test_a_pool_that_ended_normally_is_a_new_run(pool: str, project: Project) -> None:
     """After a normal end the same command trains everything again."""
-    assert project.start("pool.py", pool, interrupt="GROUP-TERM@4@lr=0.2", sleep=0.2).exit_code != 0
+    first = project.start("pool.py", pool, interrupt="GROUP-TERM@4@lr=0.2", sleep=0.2)
+    assert_interrupted(first, 4, "lr=0.2")
     assert project.start("pool.py", pool).exit_code == 0
     again = project.start("pool.py", pool)
     for name in NAMES:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.starts.started import Project, assert_same_fit, assert_starts_over, continues, plain
+from tests.starts.started import Project, assert_interrupted, assert_same_fit, assert_starts_over, continues, plain
 
 FIT = "lr=0.1"
 
@@ -22,7 +22,8 @@ def project(tmp_path: Path) -> Project:
 def test_stopped_twice(project: Project) -> None:
     """A job that was stopped continues when the script submits it again."""
     starts = [project.start("cluster.py", "0.1", interrupt=f"TERM@{step}") for step in (4, 9)]
-    assert all(start.exit_code for start in starts)
+    assert_interrupted(starts[0], 4, FIT)
+    assert_interrupted(starts[1], 5, FIT)
     starts.append(project.start("cluster.py", "0.1"))
     assert starts[-1].exit_code == 0, starts[-1].output
     assert_same_fit(plain("cluster.py", "0.1"), starts, FIT)
@@ -31,7 +32,7 @@ def test_stopped_twice(project: Project) -> None:
 def test_killed(project: Project) -> None:
     """A job that was killed continues from its last autosave."""
     killed = project.start("cluster.py", "0.1", interrupt="KILL@9", sleep=0.5)
-    assert killed.exit_code != 0
+    assert_interrupted(killed, 9, FIT)
     ended = project.start("cluster.py", "0.1")
     assert ended.exit_code == 0, ended.output
     assert_same_fit(plain("cluster.py", "0.1"), [killed, ended], FIT)
@@ -40,7 +41,7 @@ def test_killed(project: Project) -> None:
 def test_two_scripts_with_one_folder(project: Project) -> None:
     """Another script that submits the same fit to the same folder trains it from the beginning."""
     first = project.start("cluster.py", "0.1", interrupt="TERM@4")
-    assert first.exit_code != 0
+    assert_interrupted(first, 4, FIT)
     assert_starts_over(project.start("cluster_too.py", "0.1"), name=FIT)
     third = project.start("cluster.py", "0.1")
     assert third.exit_code == 0, third.output
@@ -51,7 +52,7 @@ def test_two_jobs_at_once(project: Project) -> None:
     """Two jobs of one script don't fail because of each other, and the one that was stopped continues."""
     command = ("cluster.py", "0.1", "0.2")
     first = project.start(*command, interrupt="TERM@4@lr=0.2", sleep=0.1)
-    assert first.exit_code != 0
+    assert_interrupted(first, 4, "lr=0.2")
     ended = project.start(*command)
     assert ended.exit_code == 0, ended.output
     continues(first, ended, "lr=0.2")
@@ -60,6 +61,6 @@ def test_two_jobs_at_once(project: Project) -> None:
 
 def test_a_job_that_ended_normally_is_a_new_run(project: Project) -> None:
     """After a normal end the same job trains everything again."""
-    assert project.start("cluster.py", "0.1", interrupt="TERM@4").exit_code != 0
+    assert_interrupted(project.start("cluster.py", "0.1", interrupt="TERM@4"), 4, FIT)
     assert project.start("cluster.py", "0.1").exit_code == 0
     assert_starts_over(project.start("cluster.py", "0.1"), name=FIT)
