@@ -18,11 +18,11 @@ from tests.starts.started import (
     stopped_twice,
 )
 
+PROFILER = ("-m", "cProfile", "-o", "profile.out")
 COMMANDS = {
     "script": ("train.py", "--lr", "0.1"),
     "module": ("-m", "package.train"),
     "debugger": ("-m", "debugpy", "--listen", "127.0.0.1:0", "train.py"),
-    "profiler": ("-m", "cProfile", "-o", "profile.out", "train.py"),
     "own checkpoints": ("last.py",),
 }
 
@@ -42,6 +42,13 @@ def test_stopped_twice(command: tuple[str, ...], project: Project) -> None:
     assert_same_fit(whole, starts)
     assert project.rows() == whole.rows
     assert [start.num_batches() for start in starts] == [5, 4, 3]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_hides_the_exit_code(project: Project) -> None:
+    """``cProfile`` ends with 0 after any ``SystemExit``: a stopped run has not come to its end for that."""
+    starts = stopped_twice(project, *PROFILER, "train.py", code=0)
+    assert_same_fit(plain("train.py"), starts)
 
 
 @pytest.mark.takes_long("three processes import torch and Lightning")
@@ -139,11 +146,10 @@ def test_a_run_that_ended_normally_is_a_new_run(command: tuple[str, ...], name: 
 @pytest.mark.slow
 def test_two_scripts_of_one_launcher(project: Project) -> None:
     """Another script that is started by the same launcher does not take the first one's state."""
-    launcher = ("-m", "cProfile", "-o", "profile.out")
-    first = project.start(*launcher, "train.py", interrupt="TERM@4")
-    assert first.exit_code == STOPPED
-    assert_starts_over(project.start(*launcher, "train_too.py"))
-    third = project.start(*launcher, "train.py")
+    first = project.start(*PROFILER, "train.py", interrupt="TERM@4")
+    assert first.num_batches() == 4, first.output
+    assert_starts_over(project.start(*PROFILER, "train_too.py"))
+    third = project.start(*PROFILER, "train.py")
     assert third.exit_code == 0, third.output
     continues(first, third)
 
