@@ -54,7 +54,7 @@ def test_a_launcher_that_hides_the_exit_code(project: Project) -> None:
 @pytest.mark.takes_long("three processes import torch and Lightning")
 def test_killed(project: Project) -> None:
     """A command that is killed continues from its last autosave."""
-    killed = project.start("train.py", interrupt="KILL@9", sleep=0.5)
+    killed = project.start("train.py", interrupt="KILL@6", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("train.py")
     assert ended.exit_code == 0, ended.output

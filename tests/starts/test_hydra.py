@@ -50,7 +50,7 @@ def test_overrides(project: Project) -> None:
 @pytest.mark.slow
 def test_killed(project: Project) -> None:
     """A run that was killed continues from its last autosave, in a new output directory too."""
-    killed = project.start("hydra_train.py", interrupt="KILL@9", sleep=0.5)
+    killed = project.start("hydra_train.py", interrupt="KILL@6", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("hydra_train.py")
     whole = plain("hydra_train.py")

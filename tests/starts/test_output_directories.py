@@ -42,7 +42,7 @@ def test_a_directory_named_by_the_time(project: Project) -> None:
 @pytest.mark.slow
 def test_killed_in_a_directory_named_by_the_time(project: Project) -> None:
     """The same after a SIGKILL: the run continues from its last autosave, and logs the same rows."""
-    killed = project.start("timed.py", interrupt="KILL@9", sleep=0.5)
+    killed = project.start("timed.py", interrupt="KILL@6", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("timed.py")
     assert ended.exit_code == 0, ended.output
@@ -79,7 +79,7 @@ def test_another_checkout(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_checkout_after_a_kill(tmp_path: Path) -> None:
     """The same after a SIGKILL."""
-    killed = checkout(tmp_path, "monday").start("shared.py", interrupt="KILL@9", sleep=0.5)
+    killed = checkout(tmp_path, "monday").start("shared.py", interrupt="KILL@6", sleep=0.5)
     ended = checkout(tmp_path, "tuesday").start("shared.py")
     assert [killed.exit_code, ended.exit_code] == [-signal.SIGKILL, 0], ended.output
     assert_same_fit(plain("shared.py", OUTPUT_ROOT="output"), [killed, ended])

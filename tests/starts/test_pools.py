@@ -42,7 +42,7 @@ def test_side_by_side(pool: str, project: Project) -> None:
 @pytest.mark.takes_long("three pools import torch and Lightning")
 def test_all_are_killed(pool: str, project: Project) -> None:
     """After a SIGKILL for the whole process group each task continues its own fit."""
-    killed = project.start("pool.py", pool, interrupt="GROUP-KILL@9@lr=0.2", sleep=0.5)
+    killed = project.start("pool.py", pool, interrupt="GROUP-KILL@6@lr=0.2", sleep=0.5)
     assert killed.exit_code == -signal.SIGKILL
     ended = project.start("pool.py", pool)
     assert ended.exit_code == 0, ended.output
