@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.starts.started import STOPPED, Process, Project, assert_same_fit, plain
+from tests.starts.started import STOPPED, Process, Project, assert_same_fit, num_saved, plain
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_a_run_in_use_is_refused(project: Project, running: Callable[[float], Pr
 
 def test_the_first_one_is_stopped_meanwhile(project: Project, running: Callable[[float], Process]) -> None:
     """A second start that waits continues the first one once that has saved and ended."""
-    first = running(1)
+    first = running(2)
     second = project.launch("train.py")
     wait_until(lambda: "Adding 1 callbacks" in second.now().output)
     time.sleep(2)
@@ -74,9 +74,10 @@ def test_the_first_one_is_stopped_meanwhile(project: Project, running: Callable[
 
 def test_the_first_one_is_killed_meanwhile(project: Project, running: Callable[[float], Process]) -> None:
     """A second start that waits continues the first one once that is dead."""
-    first = running(1)
+    first = running(2)
     second = project.launch("train.py")
     wait_until(lambda: "Adding 1 callbacks" in second.now().output)
+    wait_until(lambda: num_saved(project) > 0)
     time.sleep(2)
     first.kill()
     killed, ended = first.now(), second.wait()
@@ -86,7 +87,7 @@ def test_the_first_one_is_killed_meanwhile(project: Project, running: Callable[[
 
 def test_other_arguments_need_not_wait(project: Project, running: Callable[[float], Process]) -> None:
     """Another command trains at the same time, from the beginning."""
-    first = running(1)
+    first = running(4)
     other = project.start("train.py", "--lr", "0.2")
     assert other.exit_code == 0, other.output
     assert other.weights() == plain("train.py", "--lr", "0.2").started.weights()
