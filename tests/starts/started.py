@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,18 +175,37 @@ class Process:
         return Started(-999 if code is None else code, self._output.read_text(), [json.loads(line) for line in lines])
 
     def wait(self, timeout_seconds: float = 150) -> Started:
-        """Wait until it has ended; kill it and its children if it does not."""
+        """Wait until it has ended; as a scheduler does, kill what it has started and what lives on 10 seconds later."""
         try:
             self._popen.wait(timeout_seconds)
+            deadline = time.monotonic() + 10
+            while self._living() and time.monotonic() < deadline:
+                time.sleep(0.1)
         except subprocess.TimeoutExpired:
-            self.kill()
             raise TimeoutError(f"the script did not end:\n{self.now().output}") from None
+        finally:
+            self.kill()
         return self.now()
 
     def kill(self) -> None:
-        """Kill it and its children."""
-        os.killpg(self.process_id, signal.SIGKILL)
+        """Kill it and all that it has started."""
+        while living := self._living():
+            for process_id in living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+            self._popen.poll()
+            time.sleep(0.05)
         self._popen.wait()
+
+    def _living(self) -> list[int]:
+        """Return the processes that have inherited the name of the record, without zombies."""
+        mark = f"RECORD={self._record}\0".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():  # that of a zombie is empty
+                    found.append(int(path.parent.name))
+        return found
 
 
 @dataclass(frozen=True)
@@ -214,14 +235,14 @@ def continues(before: Started, after: Started, name: str = "fit", *, renamed: st
 
 
 def stopped_twice(
-    project: Project, *command: str | Path, steps: tuple[str, str] = ("TERM@4", "TERM@9"), **asked: Any
+    project: Project, *command: str | Path, steps: tuple[str, str] = ("TERM@4", "TERM@9"), code: int = STOPPED
 ) -> tuple[Started, Started, Started]:
     """Start a command, stop it, start it again, stop it again, and let it come to its end."""
-    first = project.start(*command, interrupt=steps[0], **asked)
-    assert first.exit_code == STOPPED, first.output
-    second = project.start(*command, interrupt=steps[1], **asked)
-    assert second.exit_code == STOPPED, second.output
-    third = project.start(*command, **asked)
+    first = project.start(*command, interrupt=steps[0])
+    assert first.exit_code == code, first.output
+    second = project.start(*command, interrupt=steps[1])
+    assert second.exit_code == code, second.output
+    third = project.start(*command)
     assert third.exit_code == 0, third.output
     return first, second, third
 
@@ -234,8 +255,27 @@ def assert_same_fit(whole: Plain, starts: Sequence[Started], name: str = "fit") 
     assert starts[-1].num_batches(name) < whole.started.num_batches(name)
 
 
+def assert_interrupted(started: Started, num_batches: int | range, name: str = "fit") -> None:
+    """Assert that a start has failed after so many batches of a fit, and not for another reason before."""
+    assert started.exit_code != 0
+    expected = range(num_batches, num_batches + 1) if isinstance(num_batches, int) else num_batches
+    assert started.num_batches(name) in expected, started.output
+
+
 def assert_starts_over(started: Started, num_batches: int = NUM_BATCHES, name: str = "fit") -> None:
     """Assert that a start trained a fit from the beginning to the end."""
     assert started.exit_code == 0, started.output
     assert started.first(name)["step"] == 0, started.output
     assert started.num_batches(name) == num_batches, started.output
+
+
+def run_names(project: Project) -> list[str]:
+    """Return the names of the runs whose autosaves are there: ``<dirpath>/<run_id>/fit-<n>/autosave-*.ckpt``."""
+    found = project.directory.parent.rglob("fit-*/autosave-*.ckpt")
+    return sorted({path.parents[1].name for path in found})
+
+
+def num_saved(project: Project) -> int:
+    """Return how many fits have an autosave from after their start."""
+    found = project.directory.parent.rglob("fit-*/autosave-*.ckpt")
+    return len({path.parent for path in found if "epoch=0-batch=0" not in path.name})

@@ -50,12 +50,11 @@ def test_overrides(project: Project) -> None:
 @pytest.mark.slow
 def test_killed(project: Project) -> None:
     """A run that was killed continues from its last autosave, in a new output directory too."""
-    stopped = project.start("hydra_train.py", interrupt="TERM@4")
-    killed = project.start("hydra_train.py", interrupt="KILL@9")
-    assert (stopped.exit_code, killed.exit_code) == (STOPPED, -signal.SIGKILL)
+    killed = project.start("hydra_train.py", interrupt="KILL@6", sleep=0.5)
+    assert killed.exit_code == -signal.SIGKILL
     ended = project.start("hydra_train.py")
     whole = plain("hydra_train.py")
-    assert_same_fit(whole, [stopped, killed, ended], FIT)
+    assert_same_fit(whole, [killed, ended], FIT)
     assert project.rows() == whole.rows
 
 

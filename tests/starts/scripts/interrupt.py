@@ -1,8 +1,10 @@
 """What a test asks of a script, by environment variables: to be interrupted, to be slow, to write down what it trains.
 
 ``INTERRUPT`` is ``SIGNAL@STEP`` or ``SIGNAL@STEP@NAME``: a fit (of that name) gets the signal after that many steps of
-the optimizer. ``SIGNAL`` is TERM, KILL, or GROUP (SIGKILL for the whole process group). ``RECORD`` is a file that gets
-a line for each training batch, ``SLEEP`` the seconds that a batch takes. Without the variables nothing happens.
+the optimizer. ``SIGNAL`` is TERM or KILL; GROUP-TERM and GROUP-KILL go to the whole process group. ``RECORD`` is a file
+that gets a line for each training batch, ``SLEEP`` the seconds that a batch takes. Without the variables nothing
+happens. SIGKILL comes at the step or after it, as soon as the fit (each fit, for a group) has an autosave to continue
+from: a busy machine saves slowly, and therefore rarely.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,11 +62,28 @@ class Interrupt(Callback):
         """Write down the weights after the batch; send the signal."""
         record("trained", self.name, step=trainer.global_step, weights=digest(pl_module))
         how, step, name = (os.environ.get("INTERRUPT", "") + "@@").split("@")[:3]
-        if step == str(trainer.global_step) and name in ("", self.name):
-            _send(how)
+        if how and trainer.global_step >= int(step):
+            _interrupt(how, is_this=name in ("", self.name), is_exact=trainer.global_step == int(step))
 
 
-def _send(how: str) -> None:
-    if how == "GROUP":
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os.kill(os.getpid(), {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL}[how])
+def _interrupt(how: str, *, is_this: bool, is_exact: bool) -> None:
+    group, _, name = how.rpartition("-")
+    if name == "TERM" and is_this and is_exact:
+        _send(signal.SIGTERM, group)
+    if name == "KILL" and is_this and num_saved() >= (2 if group else 1):
+        _send(signal.SIGKILL, group)
+    if name == "KILL" and (is_this or group):
+        time.sleep(2)  # until there is an autosave
+
+
+def _send(signum: signal.Signals, group: str) -> None:
+    if group:
+        os.killpg(os.getpgrp(), signum)
+    else:
+        os.kill(os.getpid(), signum)
+
+
+def num_saved() -> int:
+    """Return how many fits have an autosave from after their start."""
+    found = Path(os.environ["RECORD"]).parent.rglob("fit-*/autosave-*.ckpt")
+    return len({path.parent for path in found if "epoch=0-batch=0" not in path.name})

@@ -1,0 +1,75 @@
+"""Fits in jobs of submitit's, on this machine: submitted again, they continue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.starts.started import (
+    NUM_BATCHES,
+    Project,
+    assert_interrupted,
+    assert_same_fit,
+    assert_starts_over,
+    continues,
+    plain,
+)
+
+FIT = "lr=0.1"
+
+# The result of a job that has died is awaited for 15 seconds.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """Give a directory with the scripts."""
+    return Project(tmp_path / "project")
+
+
+def test_stopped_twice(project: Project) -> None:
+    """A job that was stopped continues when the script submits it again."""
+    starts = [project.start("cluster.py", "0.1", interrupt=f"TERM@{step}") for step in (4, 9)]
+    assert_interrupted(starts[0], 4, FIT)
+    assert_interrupted(starts[1], 5, FIT)
+    starts.append(project.start("cluster.py", "0.1"))
+    assert starts[-1].exit_code == 0, starts[-1].output
+    assert_same_fit(plain("cluster.py", "0.1"), starts, FIT)
+
+
+def test_killed(project: Project) -> None:
+    """A job that was killed continues from its last autosave."""
+    killed = project.start("cluster.py", "0.1", interrupt="KILL@6", sleep=0.5)
+    assert_interrupted(killed, range(6, NUM_BATCHES), FIT)
+    ended = project.start("cluster.py", "0.1")
+    assert ended.exit_code == 0, ended.output
+    assert_same_fit(plain("cluster.py", "0.1"), [killed, ended], FIT)
+
+
+def test_two_scripts_with_one_folder(project: Project) -> None:
+    """Another script that submits the same fit to the same folder trains it from the beginning."""
+    first = project.start("cluster.py", "0.1", interrupt="TERM@4")
+    assert_interrupted(first, 4, FIT)
+    assert_starts_over(project.start("cluster_too.py", "0.1"), name=FIT)
+    third = project.start("cluster.py", "0.1")
+    assert third.exit_code == 0, third.output
+    continues(first, third, FIT)
+
+
+def test_two_jobs_at_once(project: Project) -> None:
+    """Two jobs of one script don't fail because of each other, and the one that was stopped continues."""
+    command = ("cluster.py", "0.1", "0.2")
+    first = project.start(*command, interrupt="TERM@4@lr=0.2", sleep=0.1)
+    assert_interrupted(first, 4, "lr=0.2")
+    ended = project.start(*command)
+    assert ended.exit_code == 0, ended.output
+    continues(first, ended, "lr=0.2")
+    assert {**first.weights(), **ended.weights()} == plain(*command).started.weights()
+
+
+def test_a_job_that_ended_normally_is_a_new_run(project: Project) -> None:
+    """After a normal end the same job trains everything again."""
+    assert_interrupted(project.start("cluster.py", "0.1", interrupt="TERM@4"), 4, FIT)
+    assert project.start("cluster.py", "0.1").exit_code == 0
+    assert_starts_over(project.start("cluster.py", "0.1"), name=FIT)
