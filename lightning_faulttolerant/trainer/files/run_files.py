@@ -10,12 +10,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.parts import MARK, part_of
 from lightning_faulttolerant.trainer.files.saved_config import config_callbacks, let_config_be_there
 from lightning_faulttolerant.trainer.patches import Patches
-
-MARK = "run"
-"""The key under which each checkpoint of a run, in our part, has the run's mark."""
 
 
 class RunFiles:
