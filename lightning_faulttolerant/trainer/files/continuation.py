@@ -50,7 +50,8 @@ def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
         return
     # A fit that came to its end must not take from a later one what that has logged to the same files.
     later = run.later_autosaves() if _is_finished(part) else []
-    files.resume_loggers(written, later=[_written(part_of(path)) for path in later])
+    own = choice.path if choice.is_autosave else choice.autosave
+    files.resume_loggers(written, later=[_written(part_of(path)) for path in later], autosave=own or "")
     files.goes_on = True
 
 
