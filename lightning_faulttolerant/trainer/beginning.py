@@ -7,7 +7,8 @@ as there is one, and of its failure too.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -34,6 +35,7 @@ class _Told:
     choice: Choice | None = None
     mark: str = ""
     goes_on: bool = False
+    moved_roots: Mapping[str, str] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -125,6 +127,7 @@ class Beginning:
             choice=self.choice and self.choice.with_checkpoint(None),
             mark=self._files.mark,
             goes_on=self._files.goes_on,
+            moved_roots=self._files.moved_roots,
             error=self._error and _picklable(self._error),
         )
         told: _Told = self.ranks.from_first("what the fit goes on from", own)
@@ -132,6 +135,7 @@ class Beginning:
             raise self._error or told.error
         if self.ranks.rank > 0:
             self._files.mark, self._files.goes_on = told.mark, told.goes_on
+            self._files.go_to_roots(told.moved_roots)
             self.choice = told.choice
         self._read_on_others()
 

@@ -18,7 +18,7 @@ from lightning_faulttolerant.checkpoint.summary import read_summary
 from lightning_faulttolerant.checkpoint.verify import verify_path
 from lightning_faulttolerant.errors import CheckpointError, NoValidCheckpointError
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.files.parts import KEY, load
+from lightning_faulttolerant.trainer.files.parts import KEY, are_of_one_run, load
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import Position, progress_of
 from lightning_faulttolerant.trainer.telling import tell
@@ -88,12 +88,15 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     newest, ours = found
     if path is None or (origin is not None and ours[KEY]["origin"] == origin):
         return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
-    if is_newest and _is_further(ours, path):
-        return Choice(path=newest, origin=ours[KEY]["origin"], checkpoint=ours, is_autosave=True)
-    if is_newest:
-        tell(f"{path} is further on than the autosave {newest}.")
-        return Choice(path=_as_given(given), origin=ours[KEY]["origin"], autosave=newest)
-    return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
+    if not is_newest and not _is_of_the_run(path, ours):
+        return Choice(path=_as_given(given), origin=origin, sets_aside=newest, autosave=newest)
+    origin = ours[KEY]["origin"]
+    why = _why_not(path, ours)
+    if why is None:
+        tell(f"{path} is further on than the autosave {newest}: this fit continues from that file.")
+        return Choice(path=_as_given(given), origin=origin, autosave=newest)
+    why.tell(path, newest)
+    return Choice(path=newest, origin=origin, checkpoint=ours, is_autosave=True)
 
 
 def set_aside(series: AutosaveSeries, choice: Choice) -> None:
@@ -111,8 +114,44 @@ def _as_given(given: Any) -> str | None:
     return None if given is None else str(given)
 
 
-def _is_further(ours: Mapping[str, Any], path: str) -> bool:
-    """Return whether our autosave is at least as far on as the file of the user's own ModelCheckpoint.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Why:
+    """Why the newest autosave is taken rather than a checkpoint that the user named."""
+
+    reason: str
+    is_damage: bool = False
+
+    def tell(self, path: str, newest: str) -> None:
+        """Say it, and how to start from that checkpoint all the same."""
+        if self.is_damage:
+            _log.warning(
+                "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the"
+                " same, pass FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
+                path, self.reason,
+            )  # fmt: skip
+        else:
+            tell(
+                f"This fit continues from {newest}, the newest autosave of this run: {path} {self.reason}. To start"
+                " from that file all the same, pass FaultTolerance(auto_resume=False) once: the autosaves are then set"
+                " aside."
+            )
+
+
+def _is_of_the_run(path: str, ours: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint that the user named was written by the run that wrote our autosave.
+
+    Of one that can't be read nobody knows it: it is left to Lightning, as every other file that the user names.
+    """
+    try:
+        part = _content_of(path)[0].get(KEY)
+    except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
+        _log.debug("%s can't be read: %s", path, error)
+        return False
+    return are_of_one_run(part, ours[KEY])
+
+
+def _why_not(path: str, ours: Mapping[str, Any]) -> _Why | None:
+    """Return why our autosave is to be taken rather than a file of this run's, or ``None`` if that is further on.
 
     One that can't be resumed exactly is never preferred: the autosave is exact, and costs some batches at most. Nor is
     one that can't be taken, damaged or refused by ``weights_only=True``: the fit would fail, at each start again.
@@ -122,22 +161,19 @@ def _is_further(ours: Mapping[str, Any], path: str) -> bool:
             raise CheckpointError(f"It has no {METADATA_NAME}: nobody has completed it.")
         theirs, is_refused = _content_of(path)
         part = theirs.get(KEY)
-        if progress_of(ours, ours[KEY]) >= progress_of(theirs, part) or not _can_be_exact(part):
-            return True
+        if progress_of(ours, ours[KEY]) >= progress_of(theirs, part):
+            return _Why(reason="is not further on")
+        if not _can_be_exact(part):
+            return _Why(reason="can't be resumed exactly")
         verify_path(path)
         if not is_refused:
-            return False
+            return None
         reason = "It holds an object that torch.load(weights_only=True) refuses."
     except (FileNotFoundError, IsADirectoryError):
-        return False
+        return None
     except Exception as error:  # noqa: BLE001 - torch.load has an error of its own for each kind of damage
         reason = _damage_of(path) or f"{type(error).__name__}: {error}."
-    _log.warning(
-        "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the same, pass"
-        " FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
-        path, reason,
-    )  # fmt: skip
-    return True
+    return _Why(reason=reason, is_damage=True)
 
 
 def _content_of(path: str) -> tuple[Mapping[str, Any], bool]:

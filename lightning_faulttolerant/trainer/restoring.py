@@ -146,6 +146,7 @@ class Restoring:
         """Return what lets callbacks load what they have saved, where Lightning's own can't."""
 
         def restore_callbacks() -> None:
+            self._files.make_absolute(compat.loaded_checkpoint(self._trainer).get("callbacks", {}))
             with spikes_restored(self._trainer):
                 original()
             if self.resume is not None:

@@ -18,7 +18,8 @@ from lightning_faulttolerant.trainer.capture import OBJECTS, RunState
 from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
-from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
+from lightning_faulttolerant.trainer.files.parts import MARK
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks

@@ -231,14 +231,15 @@ def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore")
 def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> None:
-    """An inexact checkpoint that is named for a run with autosaves: the error names the newest, and it stays there."""
+    """Another run's inexact checkpoint, for a run with autosaves: the error names the newest, and it stays there."""
 
-    def main(callbacks: list[Callback], path: Path | None = None) -> None:
-        fit_net(callbacks, tmp_path, module=Teacher(), ckpt_path=path)
+    def main(name: str, callbacks: list[Callback], path: Path | None = None) -> None:
+        fit_net(callbacks, tmp_path / name, module=Teacher(), ckpt_path=path)
 
-    run(lambda: main([protected(), saver("on_train_batch_end", 2), KillAt(4)]))
-    newest = autosaves(tmp_path)[-1]
-    refused = run(lambda: main([protected()], tmp_path / "theirs.ckpt"))
+    run(lambda: main("other", [protected(), saver("on_train_batch_end", 2), KillAt(4)]))
+    run(lambda: main("run", [protected(), KillAt(4)]))
+    newest = autosaves(tmp_path / "run")[-1]
+    refused = run(lambda: main("run", [protected()], tmp_path / "other" / "theirs.ckpt"))
     assert refused.exit_code == 1
     assert f"Resume from the autosave {newest}" in refused.output
     assert newest.exists()

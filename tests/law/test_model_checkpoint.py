@@ -278,14 +278,14 @@ def test_moved_run_knows_its_best(tmp_path: Path) -> None:
 
     def main(directory: Path, *callbacks: Callback) -> None:
         saving = [ModelCheckpoint(monitor="val_loss", save_top_k=-1, every_n_train_steps=2)]
-        fit_saving([*callbacks], directory, saving, logger=CSVLogger(directory), val_check_interval=2)
+        fit_saving([*callbacks], tmp_path, saving, logger=CSVLogger(directory), val_check_interval=2)
 
     protected = {"every_n_train_steps": 1, "dirpath": tmp_path / "autosaves"}
     run(lambda: main(tmp_path / "one", FaultTolerance(**protected), KillAt(14)))
     ended = run(lambda: main(tmp_path / "two", FaultTolerance(**protected)), seed=99)
     assert ended.exit_code == 0, ended.output
     assert "what was logged so far is in" in ended.output
-    [found] = json.loads((tmp_path / "two/known.json").read_text())
+    [found] = json.loads((tmp_path / "known.json").read_text())
     assert len(found["best_k_models"]) == 8
 
 

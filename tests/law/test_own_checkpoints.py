@@ -167,14 +167,21 @@ class Own(ModelCheckpoint):
 
 
 def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
-    """The rest of a user's own hook can't be done again: said when the file is saved, and refused behind it."""
+    """The rest of a user's own hook can't be done again: it is said when the file is saved, and an autosave is taken.
+
+    Without one, or if the user has them set aside, the file is refused.
+    """
 
     def main(callbacks: list[Callback], path: Path | None = None) -> None:
         fit_saving(callbacks, tmp_path, [Own(dirpath=tmp_path, every_n_train_steps=3)], ckpt_path=path)
 
-    saved = run(lambda: main([FaultTolerance(), KillAt(7)]))
+    protected = {"every_n_train_steps": 1000, "dirpath": tmp_path / "autosaves"}
+    saved = run(lambda: main([FaultTolerance(**protected), KillAt(7)]))
     assert "the rest of Own.on_train_batch_end stood behind the hook that saved" in saved.output
-    refused = run(lambda: main([FaultTolerance()], tmp_path / "epoch=0-step=6.ckpt"))
+    ended = run(lambda: main([FaultTolerance(**protected), KillAt(3)], tmp_path / "epoch=0-step=6.ckpt"))
+    assert "epoch=0-step=6.ckpt can't be resumed exactly. To start from that file" in ended.output
+    assert "Resumed exactly before batch 0 of epoch 0" in ended.output
+    refused = run(lambda: main([FaultTolerance(auto_resume=False, **protected)], tmp_path / "epoch=0-step=6.ckpt"))
     assert refused.exit_code == 1
     assert "NotExactError" in refused.output
 

@@ -6,6 +6,7 @@ resumed step is not there as far as the run knows, and is written over; what it 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.trainer.compat import running_hook
 from lightning_faulttolerant.trainer.files import compat
+from lightning_faulttolerant.trainer.files.roots import Moves
 from lightning_faulttolerant.trainer.patches import Patches
 
 # Called once more when a run goes on behind a file that was saved in them.
 _AGAIN = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+
+_PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path", compat.LAST_SAVED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,58 @@ class CheckpointFiles:
         """The one that was written last, or is being written."""
         self._own_file: tuple[str, int] | None = None
         """The file that the run resumed from, if its ModelCheckpoint is to write it once more, and at which step."""
+        self._undo: list[Callable[[], None]] = []
+        self._has_moved = False
+        self.anchor: str | None = None
+        """What relative paths of the first start are relative to, if this start works in another directory."""
+        self.notes: list[str] = []
+        """Where a ModelCheckpoint saves, if the directories of this start are others."""
+
+    def move(self, moves: Moves, state: Mapping[str, Any]) -> None:
+        """Let each ModelCheckpoint save where it did at the first start; to be called before they are set up.
+
+        Args:
+            moves: Which directories are others than at the first start.
+            state: What `state_dict` gave.
+        """
+        self._has_moved = bool(moves.roots)
+        for callback in self._callbacks() if self._has_moved else ():
+            dirpath = callback.dirpath
+            self._undo.append(functools.partial(setattr, callback, "dirpath", dirpath))
+            if dirpath is not None and str(dirpath) not in self._absolute(state)["found"]:
+                callback.dirpath = moves.first(str(dirpath)) or dirpath
+
+    def make_absolute(self, states: dict[str, Any]) -> None:
+        """Make paths absolute in the ModelCheckpoints' states of a checkpoint, in place."""
+        for key in {callback.state_key for callback in self._callbacks()} & states.keys():
+            if self.anchor is not None and isinstance(states[key], Mapping):
+                states[key] = _absolute(states[key], self.anchor)
+
+    def _absolute(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what `state_dict` gave with all paths absolute."""
+        if self.anchor is None:
+            return state
+        found = {_full(path, self.anchor): names for path, names in state["found"].items()}
+        callbacks = {key: _absolute(own, self.anchor) for key, own in state["callbacks"].items()}
+        return {**state, "found": found, "callbacks": callbacks}
+
+    def settle(self) -> None:
+        """Let it be so: the run has resumed."""
+        self._undo.clear()
+
+    def put_back(self) -> None:
+        """Let each ModelCheckpoint have the directory that the user gave it: the run has not resumed."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _note_places(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        for callback in self._callbacks():
+            then, now = states.get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
+            name = type(callback).__qualname__
+            if then is not None and then != now:
+                self.notes.append(f"{name} saves to {now} now; what was saved so far is in {then}")
+            elif then is not None and self._has_moved:
+                self.notes.append(f"{name} continues in {now}, where the first start of the run saved")
 
     def follow(self) -> None:
         """Notice from here on when a checkpoint is written or removed."""
@@ -180,12 +236,16 @@ class CheckpointFiles:
             self._own_file = (_real(path), state["saves_again_at"])
         elif not is_own:
             return
+        if is_own:
+            state = self._absolute(state)
+            self._note_places(state.get("callbacks", {}))
         self._then, self._is_ours = state["found"] if is_own else {}, is_ours
         for callback in self._callbacks():
             self._patches.wrap(callback, "file_exists", self._wrap_file_exists)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Put back what each ModelCheckpoint keeps to itself; to be called behind ``on_train_start``."""
+        state = self._absolute(state)
         for callback in self._callbacks():
             if callback.state_key in state["callbacks"]:
                 compat.load_model_checkpoint(callback, state["callbacks"][callback.state_key])
@@ -224,6 +284,23 @@ class CheckpointFiles:
     def _callbacks(self) -> list[ModelCheckpoint]:
         found = self._trainer.checkpoint_callbacks
         return [callback for callback in found if isinstance(callback, ModelCheckpoint)]
+
+
+def _absolute(state: Mapping[str, Any], anchor: str) -> dict[str, Any]:
+    """Return a state of a ModelCheckpoint, Lightning's or ours, with all paths absolute."""
+    made = dict(state)
+    for name, value in state.items():
+        if name in _PATHS and isinstance(value, str):
+            made[name] = _full(value, anchor)
+        elif name == "best_k_models":
+            made[name] = {_full(path, anchor): score for path, score in value.items()}
+        elif name in ("own", "attributes"):
+            made[name] = _absolute(value, anchor)
+    return made
+
+
+def _full(path: str, anchor: str) -> str:
+    return path if not path or "://" in path else os.path.normpath(os.path.join(anchor, path))
 
 
 def _real(path: Any) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -14,6 +15,9 @@ from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 # Each with what breaks without it.
 TRAINER_SEAMS = {"_run": "going on in the version that a logger had, with the files that ModelCheckpoint has there"}
+TRAINER_OBJECT_SEAMS = {
+    "_default_root_dir": "a run whose start has another default_root_dir writes where it wrote before"
+}
 EPOCH_LOOP_SEAMS = {"_batches_that_stepped": "TensorBoard drops what was logged behind the resumed step"}
 MODEL_CHECKPOINT_SEAMS = {
     "_last_global_step_saved": "a step that was saved before the interruption is saved again behind it",
@@ -29,7 +33,10 @@ LOGGER_SEAMS = {
     "_version": "a logger goes on in the version that it had",
     "_get_next_version": "a version that somebody named is told from one that was taken",
     "_experiment": "a logger adds to the files that it had",
+    "_root_dir": "a logger whose directory is another one at each start goes on in its first one",
+    "_fs": "likewise, where that is on another file system",
 }
+CSV_SEAMS = {"_save_dir": "a CSVLogger whose directory is another one at each start goes on in its first one"}
 TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged behind the resumed step"}
 STRATEGY_SEAMS = {"_checkpoint_io": "checkpoints of ModelCheckpoint and trainer.save_checkpoint that no crash damages"}
 CHECKPOINT_IO = "_checkpoint_io"
@@ -38,6 +45,8 @@ CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that a
 # Since 2.6 a fit may say how its checkpoint is loaded.
 HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(Trainer.fit).parameters
 
+_PLACE = ("_root_dir", "_version", "_fs")
+LAST_SAVED = "_last_checkpoint_saved"
 _ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
@@ -64,6 +73,17 @@ def logged_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def set_default_root_dir(trainer: Trainer, path: str) -> Callable[[], None]:
+    """Give a trainer another ``default_root_dir``; return what undoes that."""
+    before = trainer._default_root_dir  # type: ignore[attr-defined]
+    trainer._default_root_dir = path  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        trainer._default_root_dir = before  # type: ignore[attr-defined]
+
+    return undo
+
+
 def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
     """Return what a ModelCheckpoint keeps of its last save and does not put into its own state."""
     checked = callback._last_time_checked
@@ -71,6 +91,7 @@ def model_checkpoint_state(callback: ModelCheckpoint) -> dict[str, Any]:
         "current_score": callback.current_score,
         "seconds": None if checked is None else time.monotonic() - checked,
         "attributes": {name: getattr(callback, name) for name in _ATTRIBUTES},
+        "dirpath": None if callback.dirpath is None else str(callback.dirpath),
     }
     if type(callback).state_dict is not ModelCheckpoint.state_dict:
         state["own"] = own_state(callback)  # a subclass may give anything instead of it
@@ -128,6 +149,29 @@ def takes_next_version(logger: FileLogger) -> bool:
 def set_version(logger: FileLogger, version: int | str) -> None:
     """Let a logger go on in another version than the one that it has, or would take."""
     logger._version = version
+
+
+def set_save_dir(logger: FileLogger, save_dir: str) -> Callable[[], None]:
+    """Let a logger write below another directory; return what undoes that, with its version and what it has begun."""
+    names = (*_PLACE, "_save_dir") if isinstance(logger, CSVLogger) else _PLACE
+    before = {name: getattr(logger, name) for name in names}
+    # The writer of TensorBoard is closed where the logger goes on elsewhere: the logger makes another one.
+    experiment = logger._experiment if isinstance(logger, CSVLogger) else None
+
+    def undo() -> None:
+        if isinstance(logger._experiment, ExperimentWriter) and logger._experiment.metrics:
+            logger.save()
+        elif isinstance(logger, TensorBoardLogger) and logger._experiment is not None:
+            logger._experiment.close()
+        for name, value in before.items():
+            setattr(logger, name, value)
+        logger._experiment = experiment
+
+    logger._root_dir = save_dir
+    logger._fs = get_filesystem(save_dir)
+    if isinstance(logger, CSVLogger):
+        logger._save_dir = save_dir
+    return undo
 
 
 class _GoesOn(ExperimentWriter):

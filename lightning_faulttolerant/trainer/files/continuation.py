@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_faulttolerant.records.history import DONE, END, STOPPED
 from lightning_faulttolerant.trainer.choice import Choice
-from lightning_faulttolerant.trainer.files.parts import part_of
-from lightning_faulttolerant.trainer.files.run_files import MARK, RunFiles
+from lightning_faulttolerant.trainer.files.parts import MARK, are_of_one_run, part_of
+from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.run import Run
 
@@ -41,7 +41,8 @@ def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
     part = choice.part
     if part is None and choice.autosave is not None:
         autosave, given = part_of(choice.autosave), part_of(choice.path)
-        part = given if not _is_finished(autosave) and _are_of_one_run(given, autosave) else None
+        # Another run's may lie in the same directory: it must not lose what it has logged and saved behind that file.
+        part = given if not _is_finished(autosave) and are_of_one_run(given, autosave) else None
     if part is not None and MARK in part:
         files.mark = part[MARK]
     written = _written(part)
@@ -49,13 +50,9 @@ def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
         return
     # A fit that came to its end must not take from a later one what that has logged to the same files.
     later = run.later_autosaves() if _is_finished(part) else []
-    files.resume_loggers(written, later=[_written(part_of(path)) for path in later])
+    own = choice.path if choice.is_autosave else choice.autosave
+    files.resume_loggers(written, later=[_written(part_of(path)) for path in later], autosave=own or "")
     files.goes_on = True
-
-
-def _are_of_one_run(given: Mapping[str, Any] | None, autosave: Mapping[str, Any] | None) -> bool:
-    # Another run's may lie in the same directory: it must not lose what it has logged and saved behind that file.
-    return given is not None and autosave is not None and MARK in given and given[MARK] == autosave.get(MARK)
 
 
 def _is_finished(part: Mapping[str, Any] | None) -> bool:

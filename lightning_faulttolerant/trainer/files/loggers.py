@@ -1,6 +1,6 @@
 """Loggers that write files: a run that resumes goes on in the version that it had, behind what was logged by then.
 
-This is the one place where something is set on a user's object for good: the logger's version.
+What is set on a user's logger for good is its version, and its directory where a start has another one than the first.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.metrics_file import MetricsFile
+from lightning_faulttolerant.trainer.files.roots import Moves, absolute, real
 from lightning_faulttolerant.trainer.patches import Patches
 
 FileLogger = compat.FileLogger
@@ -47,19 +48,23 @@ class LoggerFiles:
         self.notes: list[str] = []
         """What a user should know of loggers that could not go on."""
 
-    def resume(self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = ()) -> None:
+    def resume(
+        self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = (), moves: Moves | None = None
+    ) -> None:
         """Let each logger go on in its version; to be called before the loggers begin their files.
 
         Args:
             states: What `state_dict` gave.
             kept: Directories in which nothing of what was logged since is dropped; ``None``: in any.
+            moves: Which directories are others than at the first start.
         """
+        moves = moves or Moves()
         loggers = dict(self._keyed())
         for state in states:
             logger = loggers.get(state["key"])
             if logger is None:
                 self.notes.append(f"there is no {state['key']} any more, which logged to {state['log_dir']}")
-            elif self._goes_on(logger, state):
+            elif self._goes_on(logger, state, moves):
                 cuts = kept is not None and state["log_dir"] not in kept
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
                 self._undo += [undo] if undo is not None else []
@@ -73,10 +78,11 @@ class LoggerFiles:
         while self._undo:
             self._undo.pop()()
 
-    def _goes_on(self, logger: FileLogger, state: Mapping[str, Any]) -> bool:
+    def _goes_on(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
         """Return whether the logger goes on in the version that it had, which it then has again."""
-        key, root = state["key"], _absolute(logger.root_dir)
-        if root != state["root_dir"]:
+        key, root = state["key"], absolute(logger.root_dir)
+        save_dir = None if root == state["root_dir"] else _first_save_dir(logger, state, moves)
+        if root != state["root_dir"] and save_dir is None:
             self.notes.append(f"{key} logs to {root} now; what was logged so far is in {state['log_dir']}")
             return False
         if not compat.takes_next_version(logger) and logger.version != state["version"]:
@@ -87,8 +93,13 @@ class LoggerFiles:
         if not get_filesystem(state["log_dir"]).isdir(state["log_dir"]):
             self.notes.append(f"{key} begins anew: {state['log_dir']} is gone")
             return False
-        if compat.has_begun(logger) and logger.version != state["version"]:
+        if compat.has_begun(logger) and (save_dir is not None or logger.version != state["version"]):
             self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it goes on in {state['log_dir']}")
+        if save_dir is not None:
+            self.notes.append(
+                f"{key} continues in {state['log_dir']}, where the first start of the run logged, not in {root}"
+            )
+            self._undo.append(compat.set_save_dir(logger, save_dir))
         compat.set_version(logger, state["version"])
         return True
 
@@ -195,12 +206,15 @@ class _TensorBoardSteps:
 
 
 def _identity(key: str, logger: FileLogger) -> dict[str, Any]:
-    log_dir, root_dir = _absolute(logger.log_dir), _absolute(logger.root_dir)
+    log_dir, root_dir = absolute(logger.log_dir), absolute(logger.root_dir)
     return {"key": key, "version": logger.version, "root_dir": root_dir, "log_dir": log_dir}
 
 
-def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.abspath(os.path.expanduser(os.path.expandvars(path)))
+def _first_save_dir(logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> str | None:
+    """Return the directory below which a logger had its version at the first start, if it lies below a moved root."""
+    save_dir = moves.first(absolute(logger.save_dir))
+    is_same = save_dir is not None and real(os.path.join(save_dir, logger.name)) == real(state["root_dir"])
+    return save_dir if is_same else None
 
 
 def _has_lightnings_files(logger: FileLogger) -> bool:

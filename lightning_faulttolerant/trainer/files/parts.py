@@ -15,6 +15,8 @@ from lightning_faulttolerant.checkpoint.store import is_url, local_copy
 _log = logging.getLogger(__name__)
 
 KEY = "lightning_faulttolerant"
+MARK = "run"
+"""The key under which each checkpoint of a run, in our part, has the run's mark."""
 
 
 def load(path: str) -> dict[str, Any]:
@@ -43,3 +45,8 @@ def part_of(path: str | None) -> Mapping[str, Any] | None:
         _log.debug("%s can't be read: %s", path, error)
         return None
     return part
+
+
+def are_of_one_run(part: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Return whether two checkpoints, of which these are our parts, were written by the processes of one run."""
+    return part is not None and other is not None and MARK in part and part[MARK] == other.get(MARK)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
-from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.files.parts import MARK, part_of
+from lightning_faulttolerant.trainer.files.roots import DEFAULT_ROOT_DIR, WORKING_DIRECTORY, Moves, roots_of
 from lightning_faulttolerant.trainer.files.saved_config import config_callbacks, let_config_be_there
 from lightning_faulttolerant.trainer.patches import Patches
-
-MARK = "run"
-"""The key under which each checkpoint of a run, in our part, has the run's mark."""
 
 
 class RunFiles:
     """What loggers and ModelCheckpoints have written.
+
+    It stays together: where a start has other directories than the first one, what is set on the user's objects leads
+    back to those of the first one. That stays so after the fit, but is undone if the run doesn't resume.
 
     Args:
         trainer: Whose loggers and callbacks.
@@ -35,11 +37,15 @@ class RunFiles:
         """Tells the files of this run, of all of its processes, from those of others; draws no random number."""
         self.goes_on = False
         """Whether the files that are there are those of the run that goes on."""
+        self._roots = roots_of(trainer)
+        self._undo: list[Callable[[], None]] = []
+        self.moved_roots: Mapping[str, str] = {}
+        """The directories of the first start for which this start has others, by name."""
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of files that could not go on."""
-        return self._loggers.notes
+        """What a user should know of files that could not go on, or that go on in another directory."""
+        return [*self._loggers.notes, *self._checkpoints.notes]
 
     def follow(self) -> None:
         """Notice from here on what is written."""
@@ -47,7 +53,8 @@ class RunFiles:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was written so far."""
-        return {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
+        written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
+        return {**written, "roots": dict(self._roots)}
 
     @property
     def has_config(self) -> bool:
@@ -62,23 +69,56 @@ class RunFiles:
         """Write what loggers keep in memory."""
         self._loggers.flush()
 
-    def resume_loggers(self, state: Mapping[str, Any], *, later: Sequence[Mapping[str, Any] | None] = ()) -> None:
-        """Let loggers go on; to be called before they begin their files.
+    def resume_loggers(
+        self, state: Mapping[str, Any], *, later: Sequence[Mapping[str, Any] | None] = (), autosave: str = ""
+    ) -> None:
+        """Let loggers go on, and all write where they did; to be called before loggers begin their files.
 
         Args:
             state: What `state_dict` gave.
             later: The same of later fits, whose part of the files is left to them; ``None`` where it is not known.
+            autosave: An autosave of the run.
         """
         kept = None if None in later else {logger["log_dir"] for files in later if files for logger in files["loggers"]}
-        self._loggers.resume(state["loggers"], kept=kept)
+        moves = Moves(state.get("roots"), self._roots, autosave=autosave)
+        self.go_to_roots(moves.roots)
+        self._checkpoints.move(moves, state["checkpoints"])
+        self._loggers.resume(state["loggers"], kept=kept, moves=moves)
+
+    def go_to_roots(self, roots: Mapping[str, str]) -> None:
+        """Let the trainer have the ``default_root_dir`` of the first start, and take relative paths as it did.
+
+        Args:
+            roots: The directories of the first start for which this start has others.
+        """
+        if not roots or self.moved_roots:
+            return
+        self.moved_roots = roots
+        self._roots.update(roots)
+        self._checkpoints.anchor = roots.get(WORKING_DIRECTORY)
+        if DEFAULT_ROOT_DIR in roots:
+            self._undo.append(compat.set_default_root_dir(self._trainer, roots[DEFAULT_ROOT_DIR]))
+
+    def make_absolute(self, states: dict[str, Any]) -> None:
+        """Let the ModelCheckpoints load absolute paths where theirs are relative to the first start's directory.
+
+        Args:
+            states: The callbacks' states in a checkpoint, by state key; changed in place.
+        """
+        self._checkpoints.make_absolute(states)
 
     def settle(self) -> None:
         """Let it be so: the run has resumed."""
+        self._undo.clear()
         self._loggers.settle()
+        self._checkpoints.settle()
 
     def put_back(self) -> None:
         """Undo what was done for a run that has not resumed then."""
         self._loggers.put_back()
+        self._checkpoints.put_back()
+        while self._undo:
+            self._undo.pop()()
 
     def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
         """Let ModelCheckpoints go on; to be called when they are set up and before one saves.

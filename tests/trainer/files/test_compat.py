@@ -16,9 +16,11 @@ from lightning_faulttolerant.trainer.files import compat
 
 OWNERS: dict[str, Any] = {
     "TRAINER_SEAMS": lambda: Trainer,
+    "TRAINER_OBJECT_SEAMS": lambda: Trainer(logger=False),
     "EPOCH_LOOP_SEAMS": lambda: Trainer(logger=False).fit_loop.epoch_loop,
     "MODEL_CHECKPOINT_SEAMS": ModelCheckpoint,
     "LOGGER_SEAMS": lambda: CSVLogger("."),
+    "CSV_SEAMS": lambda: CSVLogger("."),
     "TENSORBOARD_SEAMS": lambda: TensorBoardLogger("."),
     "CSV_WRITER_SEAMS": lambda: ExperimentWriter,
     "STRATEGY_SEAMS": lambda: Trainer(logger=False).strategy,

@@ -121,5 +121,7 @@ def test_directory_that_nobody_has_completed_is_not_preferred(tmp_path: Path, ca
     """A user's directory without what Lightning writes last must not be taken in the place of an autosave."""
     (tmp_path / "last.ckpt").mkdir()
     (tmp_path / "last.ckpt" / "__0_0.distcp").write_bytes(b"1")
-    assert choice._is_further({}, str(tmp_path / "last.ckpt"))
+    why = choice._why_not(str(tmp_path / "last.ckpt"), {})
+    assert why is not None
+    why.tell("last.ckpt", "autosave")
     assert "nobody has completed it" in caplog.text
