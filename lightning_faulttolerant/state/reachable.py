@@ -136,9 +136,19 @@ def _is_opaque_module(module: str) -> bool:
     return module.partition(".")[0] in _OPAQUE_ROOTS or module.startswith(_OPAQUE_MODULES)
 
 
+def has_dict(kind: type) -> bool:
+    """Return whether objects of a class have a ``__dict__`` that Python code can read: tasks of asyncio have none."""
+    return _has_dict(kind)
+
+
+@functools.lru_cache(maxsize=4_096)
+def _has_dict(kind: Any) -> bool:
+    return bool(kind.__dictoffset__) and any("__dict__" in vars(base) for base in kind.__mro__)
+
+
 def own_dict(value: Any) -> dict[str, Any] | None:
     """Return the ``__dict__`` of an object as it lies there: no code of its class is asked."""
-    if not type(value).__dictoffset__ or isinstance(value, type):
+    if not has_dict(type(value)) or isinstance(value, type):
         return None
     found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     return found

@@ -79,7 +79,7 @@ def test_new_directory_at_each_start(signum: signal.Signals, tmp_path: Path, reg
     assert autosaves(tmp_path) == registry.entries() == []
     assert not (tmp_path / FOLDER).exists()
     assert "continues from" in ended.output
-    assert f"lightning-faulttolerant discard {entry.directory}" in ended.output
+    assert f"lightning-faulttolerant discard {entry.run_id}" in ended.output
 
 
 def test_a_new_run_after_a_normal_end(tmp_path: Path) -> None:

@@ -66,6 +66,18 @@ class SlottedByName:
         self.rng = rng
 
 
+class SlottedWithCode:
+    """Makes what is asked for, and fails, as objects of SQLAlchemy's do."""
+
+    __slots__ = ("empty", "rng")
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"{name} can't be made")
+
+
 class Transform:
     def __init__(self, rng: Any) -> None:
         self.rng = rng
@@ -152,6 +164,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "slot": Slotted,
     "private slot of a subclass": SlottedChild,
     "single slot": SlottedByName,
+    "slots of a class that makes attributes": SlottedWithCode,
     "namespace": lambda g: SimpleNamespace(rng=g),
     "dict": lambda g: {"a": 1, "rng": g},
     "dict with a number as key": lambda g: {3: g},

@@ -27,7 +27,7 @@ import torch
 
 from lightning_faulttolerant.state.objects import containers
 from lightning_faulttolerant.state.objects.users import is_users
-from lightning_faulttolerant.state.reachable import own_dict
+from lightning_faulttolerant.state.reachable import has_dict, own_dict
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
 _EXACT_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 # The root packages of objects that stand for something outside of Python, or that hold the whole program.
 _LIVE_ROOTS = frozenset({
-    "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
+    "_asyncio", "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
     "contextvars", "ctypes", "fsspec", "hypothesis", "io", "lightning", "lightning_fabric",
     "lightning_utilities", "litdata", "logging", "matplotlib", "mlflow", "mmap", "multiprocessing", "neptune",
     "pluggy", "pytest", "pytorch_lightning", "queue", "re", "rich", "select", "shelve", "signal", "socket",
@@ -223,7 +223,7 @@ def _is_walked_kind(kind: type) -> bool:
     if root in _LIVE_ROOTS | _DATA_ROOTS and (root in _LIGHTNINGS or not is_users(kind)):
         # `builtins` is also what a class of a notebook's or an extension's may say; those with attributes are walked.
         return False
-    return bool(kind.__dictoffset__) or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    return has_dict(kind) or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
 
 
 def is_progress_bar(value: Any) -> bool:
@@ -304,7 +304,7 @@ def dict_of(value: Any) -> Mapping[str, Any]:
 @functools.lru_cache(maxsize=4_096)
 def has_slots(kind: type) -> bool:
     """Return whether objects of this class hold something outside of a ``__dict__``."""
-    return kind is not Namespace and (bool(slots_of(kind)) or not kind.__dictoffset__)
+    return kind is not Namespace and (bool(slots_of(kind)) or not has_dict(kind))
 
 
 def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
@@ -345,7 +345,7 @@ def is_record_kind(kind: type) -> bool:
     maker = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
     if maker is not object or issubclass(kind, torch.nn.Module) or any(_has_name(kind, n) for n in STATE_METHODS):
         return False
-    return bool(kind.__dictoffset__) and not slots_of(kind) and _is_walked_kind(kind) is True
+    return has_dict(kind) and not slots_of(kind) and _is_walked_kind(kind) is True
 
 
 def follow_protocol(state_dict: Any, load_state_dict: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_faulttolerant.state.objects import kinds
 from lightning_faulttolerant.state.objects.marks import MANY_ITEMS
 from lightning_faulttolerant.state.objects.nodes import Node
+from lightning_faulttolerant.state.reachable import has_dict
 
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
@@ -66,7 +67,7 @@ class Unchanged:
             return True
         if node.attributes is None or kind is kinds.Namespace:
             return False
-        if kind.__dictoffset__:
+        if has_dict(kind):
             self._owners.append(value)
         self._slots += [partial(slot.__get__, value) for _, slot in kinds.slots_of(kind)]
         return True

@@ -98,8 +98,10 @@ class Finder:
         return FoundFit(run=run, series=series)
 
     def _open(self) -> Run:
-        if self._start.is_one_of_many and not self._has_name and not self._script.is_elsewhere:
-            return self._open_one_of_many()
+        is_sweep = trials.sweep() is not None
+        if (self._start.is_one_of_many or is_sweep) and not self._has_name and not self._script.is_elsewhere:
+            stem = self._run_id if is_sweep else f"{self._run_id}-{self._fingerprint.name}"
+            return self._open_one_of_many(stem, is_sweep=is_sweep)
         default = directory_of(self._dirpath, self._run_id)
         directory = _continued.get(default, default)
         if run_of_process(directory) is not None or _has_autosaves(directory):
@@ -134,33 +136,41 @@ class Finder:
             return None
         return run
 
-    def _open_one_of_many(self) -> Run:
-        """Open a directory that no other process holds, and that is of a fit that starts alike, or of none."""
-        prefix = f"{self._run_id}-{self._fingerprint.name}"
-        numbers = range(1, 1 + _num_of(self._dirpath, prefix))
-        known = sorted((f"{prefix}-{number}" for number in numbers), key=self._is_other)
-        for name in chain(known, (f"{prefix}-{number}" for number in count(1 + len(known)))):
-            run = self._open_if_free(name)
-            if run is not None:
-                run.ends_with_fit = self._start.is_killed_at_end
-                return run
-        raise AssertionError("there is always another number")
+    def _open_one_of_many(self, stem: str, *, is_sweep: bool) -> Run:
+        """Open a directory that no other process holds: that of a fit that starts alike before others, else a new one.
 
-    def _is_other(self, name: str) -> bool:
-        """Return whether a directory is surely not of the very same fit."""
-        return not _has_fit(directory_of(self._dirpath, name), self._fingerprint.is_exactly)
+        Args:
+            stem: Its name, which has a number after it where several are in use.
+            is_sweep: Whether a directory has the fits of a whole sweep, so that any will do.
+        """
+        numbers = range(2, 1 + _num_of(self._dirpath, stem))
+        here = [directory_of(self._dirpath, name) for name in (stem, *(f"{stem}-{number}" for number in numbers))]
+        known = sorted([*self._alike_elsewhere(stem, here), *here], key=self._unlikeness)
+        new = (directory_of(self._dirpath, f"{stem}-{number}") for number in count(1 + len(here)))
+        run = next(run for path in chain(known, new) if (run := self._open_if_free(path, is_sweep=is_sweep)))
+        run.ends_with_fit = self._start.is_killed_at_end
+        return run
 
-    def _open_if_free(self, name: str) -> Run | None:
-        directory = directory_of(self._dirpath, name)
+    def _alike_elsewhere(self, stem: str, here: list[str]) -> list[str]:
+        """Return the directories of such runs that were started in other ones, and have a fit that starts alike."""
+        entries = self._entries() if self._options.dirpath is None else []
+        paths = [e.directory for e in entries if e.run_id == stem or e.run_id.startswith(f"{stem}-")]
+        return [path for path in paths if path not in here and _has_fit(path, self._fingerprint.is_alike)]
+
+    def _unlikeness(self, directory: str) -> int:
+        fingerprint = self._fingerprint
+        return 0 if _has_fit(directory, fingerprint.is_exactly) else 2 - _has_fit(directory, fingerprint.is_alike)
+
+    def _open_if_free(self, directory: str, *, is_sweep: bool) -> Run | None:
         own = run_of_process(directory)
-        if own is not None and own.num_open:
+        if own is not None and own.num_open and not is_sweep:
             return None  # a thread, or a fit inside of another one
-        try:
-            run = own or open_run(self._dirpath, name, self._script)
-        except RunInUseError:
+        dirpath, _, name = directory.rstrip("/").rpartition("/")
+        if _why_not_open(dirpath, name, self._script) is not None:
             return None
+        run = open_run(dirpath, name, self._script)
         fits = [fit for number, fit in run.fits().items() if number not in run.begun]
-        if all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
+        if is_sweep or all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
             return run
         if own is None:
             run.give_back()

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
 from lightning_faulttolerant.checkpoint.store import is_url, open_store
 from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError
-from lightning_faulttolerant.records.runs import Command
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.runs.matching import Match
+from lightning_faulttolerant.trainer.runs.places import registry_of_process
 from lightning_faulttolerant.trainer.runs.recorded import read_record
+from lightning_faulttolerant.trainer.runs.starts import start_directory
 from lightning_faulttolerant.trainer.telling import tell
 
 _PROGRAM = "lightning-faulttolerant"
@@ -52,7 +54,8 @@ def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
     more = f" There are {len(runs) - 1} more." if len(runs) > 1 else ""
     tell(
         f"This fit starts from the beginning. An interrupted run of {command.name} is{place}{when}:"
-        f" {_difference(newest.command, command)}.{more} To continue it, type: {_line(newest, command)}"
+        f" {_difference(newest.command, command)}.{more} To continue it, type: {_line(newest, command)}, or set"
+        f" {RUN_ID_VARIABLE}={shlex.quote(os.path.basename(newest.directory))}"
     )
 
 
@@ -101,7 +104,8 @@ def discard_line(directory: str) -> str:
     Args:
         directory: Of the run.
     """
-    return f"{_PROGRAM} discard {shlex.quote(directory)}"
+    has_registry = registry_of_process(start_directory(os.environ)) is not None
+    return f"{_PROGRAM} discard {shlex.quote(os.path.basename(directory) if has_registry else directory)}"
 
 
 def _newest(directory: str) -> tuple[float, str]:
@@ -137,8 +141,5 @@ def _difference(one: Command, other: Command) -> str:
 
 def _line(run: Interrupted, command: Command) -> str:
     """Return what to type to continue a run."""
-    is_other = (run.command.script, run.command.arguments, run.command.task) != (
-        command.script, command.arguments, command.task,
-    )  # fmt: skip
-    line = run.command.line(run_id="" if is_other else os.path.basename(run.directory))
+    line = run.command.line()
     return line if run.command.directory == command.directory else f"cd {shlex.quote(run.command.directory)} && {line}"
