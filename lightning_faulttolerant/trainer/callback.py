@@ -55,6 +55,9 @@ class FaultTolerance(Callback):
         worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.
             ``per_sample``: the generators are seeded before each sample, so that the number of workers may change from
             run to run and every batch stays the same; also the number of ranks, and every sample does.
+        ignore_hyperparameters: Names of hyperparameters that may differ from start to start, such as a start time; with
+            dots for nested ones, as in ``optimizer.start_time``. What lies below a name is left out, too. Strings may
+            differ in any case, and the report says so; other values that differ are refused.
         ledger: A file to which each batch, each value that loggers receive and each autosave is written as it happens,
             so that two runs can be compared. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
 
@@ -86,6 +89,7 @@ class FaultTolerance(Callback):
         strict: bool = True,
         elastic: bool = False,
         worker_rng: str = "capture",
+        ignore_hyperparameters: Sequence[str] = (),
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         self._options = Options(
@@ -104,6 +108,7 @@ class FaultTolerance(Callback):
             strict=strict,
             elastic=elastic,
             worker_rng=worker_rng,
+            ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # it is checked there
             ledger=checked_ledger(ledger),
         )
         self._options.script.num_callbacks += 1

@@ -10,6 +10,7 @@ from lightning_faulttolerant.loader.own_loader import OwnLoader
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer.drawn import SEED_THEM, Drawn, Outcome
 from lightning_faulttolerant.trainer.fingerprint import differences, loader_as_carried_over, mismatch
+from lightning_faulttolerant.trainer.hyperparameters import MAY_BE_IGNORED, Hyperparameters
 from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,16 @@ class Comparison:
             FingerprintMismatchError: If they differ, and that is an error.
         """
         self._take([line for name in names if name in saved for line in differences(saved[name], now.get(name), name)])
+
+    def compare_hyperparameters(self, saved: Mapping[str, Any], now: Hyperparameters) -> list[str]:
+        """Compare the hyperparameters with those of a saved fingerprint; return a line for each text that differs.
+
+        Raises:
+            FingerprintMismatchError: If anything else differs, and that is an error.
+        """
+        refused, reported = now.compare(saved.get("hyperparameters", {}))
+        self._take(refused, remedy=MAY_BE_IGNORED)
+        return reported
 
     def compare_loader(
         self,

@@ -27,6 +27,7 @@ from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.state.tensors import LAZY
 from lightning_faulttolerant.streaming.dataset import StreamingDataset
 from lightning_faulttolerant.trainer.adapters.pruning import without_masks
+from lightning_faulttolerant.trainer.hyperparameters import Hyperparameters, plain
 
 _SEED = "sampler_seed"  # compared where both have one: a run of one rank has none
 _SAMPLED_ELEMENTS = 1024
@@ -39,12 +40,16 @@ class Fingerprint:
     """The fingerprint of one run, as far as it is known yet.
 
     Hyperparameters are read when it is made, before a LearningRateFinder sets them.
+
+    Args:
+        trainer: Of the run.
+        ignored: Names of hyperparameters that may differ.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, ignored: Sequence[str] = ()) -> None:
         self._trainer = trainer
         self._settings: dict[str, Any] = {}
-        self._hyperparameters = hyperparameters_fingerprint(trainer.lightning_module)
+        self.hyperparameters = Hyperparameters(trainer.lightning_module, ignored=ignored)
 
     def state_dict(self, loaders: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole; `loaders` are the fingerprints of the loaders by place."""
@@ -55,7 +60,7 @@ class Fingerprint:
         # FSDPStrategy leaves a rank with a part of each parameter, another one on each.
         has_shapes = not isinstance(self._trainer.strategy, FSDPStrategy)
         module = module_fingerprint(self._trainer.lightning_module, has_shapes=has_shapes)
-        return {"module": module, "hyperparameters": self._hyperparameters}
+        return {"module": module, "hyperparameters": self.hyperparameters.state_dict()}
 
     def settings(self) -> dict[str, Any]:
         """Return what is known when the fit begins."""
@@ -92,15 +97,10 @@ def module_fingerprint(module: LightningModule, *, has_shapes: bool = True) -> d
     return {"class": type(module).__qualname__, "parameters": parameters}
 
 
-def hyperparameters_fingerprint(module: LightningModule) -> dict[str, Any]:
-    """Return the hyperparameters as text."""
-    return {str(name): _plain(value) for name, value in dict(module.hparams).items()}
-
-
 def trainer_fingerprint(trainer: Trainer) -> dict[str, Any]:
     """Return what of the trainer's arguments the order and grouping of batches depends on."""
     names = ("accumulate_grad_batches", "limit_train_batches", "gradient_clip_val", "gradient_clip_algorithm")
-    arguments = {name: _plain(getattr(trainer, name)) for name in names}
+    arguments = {name: plain(getattr(trainer, name)) for name in names}
     cut = {} if tensor_parallel_size(trainer) == 1 else {"tensor_parallel_size": tensor_parallel_size(trainer)}
     return {**arguments, "world_size": trainer.world_size, "precision": str(trainer.precision), **cut}
 
@@ -115,7 +115,7 @@ def tensor_parallel_size(trainer: Trainer) -> int:
 def optimizer_fingerprint(optimizer: Optimizer) -> dict[str, Any]:
     """Return the class and the arguments of an optimizer."""
     # torch adds this default when it loads a state.
-    defaults = {"differentiable": False, **{name: _plain(value) for name, value in optimizer.defaults.items()}}
+    defaults = {"differentiable": False, **{name: plain(value) for name, value in optimizer.defaults.items()}}
     return {"class": type(optimizer).__qualname__, **defaults}
 
 
@@ -229,24 +229,3 @@ def _sampled(values: Sequence[Any]) -> Iterator[Any]:
 
 def _crc(sample: list[Any]) -> str:
     return f"{zlib.crc32(str(sample).encode()):08x}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):  # their order is another one in every process
-        return sorted(str(_plain(item)) for item in value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if value is None or isinstance(value, bool):
-        return value
-    # What derives from them, an Enum of Lightning's or a float of NumPy's, would not load with weights_only=True.
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, int) else float(value)
-    # The default text of an object holds its address, which is another one in every process.
-    text = repr(value)
-    return f"a {type(value).__qualname__}" if " at 0x" in text else text

@@ -41,6 +41,7 @@ class Options:
     async_save: bool = False
     deadline: float | None = None
     ledger: str | None = None
+    ignore_hyperparameters: tuple[str, ...] = ()
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     script: Script = field(default_factory=this_process)
@@ -68,6 +69,7 @@ class Options:
             raise ValueError(f'worker_rng must be "capture" or "per_sample", got {self.worker_rng!r}.')
         for name in self.stop_signals:
             _check_signal(name)
+        object.__setattr__(self, "ignore_hyperparameters", _names(self.ignore_hyperparameters))
 
     def _check_types(self) -> None:
         for name in ("keep_last", "every_n_train_steps"):
@@ -105,6 +107,19 @@ def _whole_number(name: str, value: object) -> int:
     if number is None:
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
     return number
+
+
+def _names(names: object) -> tuple[str, ...]:
+    """Return names of hyperparameters as a tuple."""
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        advice = f" For a single one, pass ({names!r},)." if isinstance(names, str) else ""
+        raise TypeError(
+            "ignore_hyperparameters must be a tuple or a list of names, such as ('run_name', 'optimizer.start_time');"
+            f" got {names!r}.{advice}"
+        )
+    if not all(names):
+        raise ValueError(f"ignore_hyperparameters holds an empty name, got {names!r}. It would leave out nothing.")
+    return tuple(names)
 
 
 def _text(name: str, path: str | os.PathLike[str]) -> str:

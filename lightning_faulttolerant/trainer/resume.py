@@ -23,11 +23,7 @@ from lightning_faulttolerant.trainer.capture import OBJECTS, PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.comparison import Comparison
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
-from lightning_faulttolerant.trainer.fingerprint import (
-    Fingerprint,
-    as_carried_over,
-    differences,
-)
+from lightning_faulttolerant.trainer.fingerprint import Fingerprint, as_carried_over, differences
 from lightning_faulttolerant.trainer.loaded import LoadedWeights
 from lightning_faulttolerant.trainer.objects import DRAWN, NO_OBJECT_STATE, refuse_lost
 from lightning_faulttolerant.trainer.options import Options
@@ -123,7 +119,8 @@ class Resume:
             self.position = None
             return
         refuse_lost(part["ranks"][0].get(OBJECTS) or {}, self._path, strict=self._strict)  # fingerprints lack it, too
-        self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module", "hyperparameters"))
+        self._comparison.compare(part["fingerprint"], self._fingerprint.model(), ("module",))
+        self.notes += self._comparison.compare_hyperparameters(part["fingerprint"], self._fingerprint.hyperparameters)
         checkpoint = as_captured(checkpoint, part.get("instead"), self._trainer)
         if part["world_size"] == self._trainer.world_size:
             self._state = state_of(part, self._rank, checkpoint)

@@ -18,7 +18,6 @@ from lightning_faulttolerant.trainer.capture import OBJECTS, RunState
 from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
-from lightning_faulttolerant.trainer.files.parts import MARK
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
@@ -57,7 +56,7 @@ class Session:
         self._options = options
         is_per_sample = options.worker_rng == "per_sample"
         self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
-        self._fingerprint = Fingerprint(trainer)
+        self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
         self._stopping = Stopping(trainer, options)
         self._stop = self._stopping.signals
         self._patches = Patches()
@@ -201,7 +200,7 @@ class Session:
             if self._resume.is_in_epoch:
                 self._resumed_epoch = ResumedEpoch(self._trainer, self._resume, self._loaders)
         origin = self._restoring.forget_checkpoint()
-        header = {MARK: self._files.mark, "origin": origin, "surroundings": surroundings(self._trainer)}
+        header = {**self._files.header(), "origin": origin, "surroundings": surroundings(self._trainer)}
         self.autosaver = Autosaver(
             self._trainer,
             self._beginning.series,
@@ -217,6 +216,8 @@ class Session:
             },
         )
         self.autosaver.on_saved = self.on_saved
+        if self._beginning.choice is None or not self._beginning.choice.continues:
+            self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
 
     def _state(self) -> RunState:
         assert self._run_state is not None

@@ -22,7 +22,9 @@ from tests.kills import files_below
 from tests.law.test_loggers import scalars
 from tests.law.test_model_checkpoint import known
 from tests.processes import run
+from tests.rank_runs import rank_fit
 from tests.runs import fit_eight
+from tests.stopped_ranks import RankProcesses
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty:UserWarning"),
@@ -330,3 +332,32 @@ def test_hydra(kind: str, tmp_path: Path) -> None:
     assert found["are_there"] == [True, True]
     whole = tmp_path / "whole" / Path(found["loggers"][0]).relative_to(tmp_path / "a")
     assert rows(found["loggers"][0]) == rows(str(whole))
+
+
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders:UserWarning")
+def test_two_ranks(tmp_path: Path) -> None:
+    """Each rank's Trainer and ModelCheckpoints name the directory of the first start."""
+
+    def main(name: str, *callbacks: Callback) -> Callable[[int], None]:
+        def on_rank(rank: int) -> None:
+            root = tmp_path / name
+            saving = [best(save_last="link"), best(root / "all", save_top_k=-1, monitor=None)]
+            fit = rank_fit(2, users=lambda: [*saving, *callbacks], enable_checkpointing=True)
+            trainer = fit([FaultTolerance(every_n_train_steps=2, dirpath=tmp_path / "autosaves")], root)
+            (tmp_path / f"{rank}.json").write_text(json.dumps(places(trainer)))
+
+        return on_rank
+
+    with RankProcesses(main("first", KillAt(5))) as ranks:
+        ranks.wait(seconds=60)
+    with RankProcesses(main("second")) as ranks:
+        ended = ranks.wait(seconds=60)
+    assert [each.exit_code for each in ended] == [0, 0], ended[0].output
+    assert "Resumed exactly" in ended[0].output
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["default_root_dir"] == found["log_dir"] == f"{tmp_path}/first"
+        assert found["dirpaths"] == [f"{tmp_path}/first/checkpoints", f"{tmp_path}/first/all"]
+        assert all(found["are_there"])
+    assert files_below(tmp_path / "second") == []

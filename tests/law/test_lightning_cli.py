@@ -296,6 +296,7 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "strict": [("false", False)],
     "elastic": [("true", True)],
     "worker_rng": [("per_sample", "per_sample")],
+    "ignore_hyperparameters": [("[run_name, optimizer.start_time]", ("run_name", "optimizer.start_time"))],
     "ledger": [("/here/ledger", "/here/ledger"), ("null", None)],
 }
 

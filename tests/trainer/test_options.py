@@ -47,6 +47,7 @@ BAD = [
     ({"stop_signals": ("SIG_IGN",)}, "'SIG_IGN', which is no signal here"),
     ({"stop_signals": "SIGTERM"}, "no signal here"),
     ({"ledger": ""}, "ledger must name a file, got ''"),
+    ({"ignore_hyperparameters": ("rate", "")}, r"holds an empty name, got \('rate', ''\)"),
 ]
 
 OF_ANOTHER_TYPE = [
@@ -66,6 +67,10 @@ OF_ANOTHER_TYPE = [
     ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
     ({"elastic": "x"}, "elastic must be True or False, got 'x'"),
     ({"async_save": 0}, "async_save must be True or False, got 0"),
+    ({"ignore_hyperparameters": "run_name"}, r"got 'run_name'. For a single one, pass \('run_name',\)."),
+    ({"ignore_hyperparameters": None}, "must be a tuple or a list of names, .* got None"),
+    ({"ignore_hyperparameters": ("rate", 5)}, r"must be a tuple or a list of names, .* got \('rate', 5\)"),
+    ({"ignore_hyperparameters": {"rate": 5}}, "must be a tuple or a list of names"),
 ]
 
 
@@ -147,3 +152,9 @@ def test_tilde_is_the_home_directory(path: Any, tmp_path: Path, monkeypatch: pyt
 def test_tilde_in_a_url_stays() -> None:
     """The names in an object store are its own."""
     assert checked_dirpath("s3://~/runs") == "s3://~/runs"
+
+
+def test_names_may_be_a_list() -> None:
+    """As LightningCLI gives them."""
+    options = Options(**{**DEFAULTS, "ignore_hyperparameters": ["run_name", "optimizer.start_time"]})
+    assert options.ignore_hyperparameters == ("run_name", "optimizer.start_time")

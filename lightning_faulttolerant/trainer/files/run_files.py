@@ -56,6 +56,10 @@ class RunFiles:
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
         return {**written, "roots": dict(self._roots)}
 
+    def header(self) -> dict[str, Any]:
+        """Return what each checkpoint says of whose the files are."""
+        return {MARK: self.mark}
+
     @property
     def has_config(self) -> bool:
         """Whether LightningCLI saves its configuration."""
