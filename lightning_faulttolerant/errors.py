@@ -135,3 +135,7 @@ class TrainingStopped(SystemExit):
 
     def __str__(self) -> str:
         return f"{self.reason} (exit code {self.code})"
+
+    def __reduce__(self) -> tuple[type[TrainingStopped], tuple[object, str]]:
+        # Pools send it to their script: one that did not arrive would leave them waiting.
+        return type(self), (self.code, self.reason)

@@ -25,9 +25,10 @@ Path = tuple[tuple[str, Any], ...]
 
 _PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
 # Libraries whose objects hold large data or the whole program, and no generator that a user put there.
-_OPAQUE_ROOTS = {"PIL", "_io", "_pytest", "argparse", "asyncio", "concurrent", "datetime", "hypothesis", "importlib",
-                 "io", "lightning", "logging", "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow",
-                 "pytorch_lightning", "pytest", "re", "threading", "typing", "weakref"}  # fmt: skip
+_OPAQUE_ROOTS = {"IPython", "PIL", "_asyncio", "_io", "_pytest", "argparse", "asyncio", "concurrent", "datetime",
+                 "hypothesis", "importlib", "io", "ipykernel", "jupyter_client", "lightning", "logging",
+                 "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow", "pytorch_lightning", "pytest",
+                 "ray", "re", "sqlalchemy", "threading", "traitlets", "typing", "weakref", "zmq"}  # fmt: skip
 # What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
 # A streaming data set knows each of its shards, and draws from no generator that it keeps.
 _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")

@@ -30,7 +30,7 @@ COMMANDS = {
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     """Give a directory with the scripts."""
-    return Project(tmp_path / "project")
+    return Project(tmp_path / "project", forks=False)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import io
 import math
 import mmap
 import pathlib
+import re
 import sys
 import types
 import uuid
@@ -29,6 +30,7 @@ from lightning_faulttolerant.state.objects import containers
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import has_dict, own_dict
 
+_OF_IPYTHON = re.compile(r"_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -39,11 +41,12 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
 _EXACT_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 # The root packages of objects that stand for something outside of Python, or that hold the whole program.
 _LIVE_ROOTS = frozenset({
-    "_asyncio", "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
-    "contextvars", "ctypes", "fsspec", "hypothesis", "io", "lightning", "lightning_fabric",
+    "IPython", "_asyncio", "_io", "_pytest", "_thread", "_weakref", "asyncio", "builtins", "concurrent", "contextlib",
+    "contextvars", "ctypes", "fsspec", "hypothesis", "io", "ipykernel", "jupyter_client", "lightning",
+    "lightning_fabric",
     "lightning_utilities", "litdata", "logging", "matplotlib", "mlflow", "mmap", "multiprocessing", "neptune",
     "pluggy", "pytest", "pytorch_lightning", "queue", "re", "rich", "select", "shelve", "signal", "socket",
-    "sqlite3", "streaming", "subprocess", "tempfile", "tensorboard", "tensorboardX", "threading", "tqdm",
+    "sqlite3", "streaming", "subprocess", "tempfile", "tensorboard", "tensorboardX", "threading", "tqdm", "traitlets",
     "wandb", "weakref", "zipfile",
     "aim", "aiohttp", "av", "boto3", "botocore", "clearml", "comet_ml", "cv2", "dask", "decord", "google", "grpc",
     "h5py", "httpx", "lmdb", "netCDF4", "psycopg2", "pymongo", "pysam", "rasterio", "ray", "redis", "requests",
@@ -275,8 +278,15 @@ class Namespace:
         """Return the values that count as state: no functions, classes, modules, or descriptors."""
         if self.names is not None:
             return {name: getattr(self.owner, name) for name in self.names if hasattr(self.owner, name)}
-        found = list(vars(self.owner).items())
-        return {name: value for name, value in found if not name.startswith("__") and not _is_code(value)}
+        found = {name: value for name, value in list(vars(self.owner).items()) if not _is_code(value)}
+        is_notebook = "get_ipython" in vars(self.owner)
+        names = (name for name in found if not name.startswith("__") and not (is_notebook and _is_ipythons(name)))
+        return {name: found[name] for name in names}
+
+
+def _is_ipythons(name: str) -> bool:
+    """Return whether a global of a notebook is IPython's own: what was typed, and what came of it."""
+    return name in ("In", "Out") or _OF_IPYTHON.fullmatch(name) is not None
 
 
 def _is_code(value: Any) -> bool:
