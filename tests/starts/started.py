@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,6 +229,7 @@ class Forked(Process):
     def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._record = Path(environment["RECORD"])
         self._output = self._record.with_suffix(".txt")
+        self._output.touch()
         run = functools.partial(_run_script, list(command), cwd, dict(environment))
         self.process_id = fork_and_run(run, output=self._output, seed=secrets.randbits(31))
         self._popen = _Waited(self.process_id)
@@ -263,6 +265,7 @@ class _Waited:
 def _run_script(command: list[str], cwd: Path, environment: dict[str, str]) -> None:
     """Do in a forked process what Python does with a script."""
     atexit._clear()
+    warnings.resetwarnings()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
     os.environ.clear()

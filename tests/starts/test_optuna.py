@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from tests.starts.started import NUM_BATCHES, STOPPED, Project, Started, continues, plain
 
 OPTIONS = [(), ("--hyperparameters",), ("--seed",), ("--hyperparameters", "--seed")]
+
+
+STALE_SECONDS = 3.5
+"""After so long Optuna takes a trial of the study for dead."""
 
 
 @pytest.fixture
@@ -48,7 +53,9 @@ def test_a_trial_that_is_run_again_continues(options: tuple[str, ...], trial: in
     """Stopped twice in one trial, the study ends; the trial with the same values continues, the others are new."""
     command = ("study.py", "--retry", *options)
     first = project.start(*command, interrupt=f"TERM@4@trial-{trial}")
+    time.sleep(STALE_SECONDS)
     second = project.start(*command, interrupt=f"TERM@9@trial-{trial + 1}")
+    time.sleep(STALE_SECONDS)
     third = project.start(*command)
     assert [first.exit_code, second.exit_code, third.exit_code] == [STOPPED, STOPPED, 0], third.output
     continues(first, second, f"trial-{trial}", renamed=f"trial-{trial + 1}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import multiprocessing
 import os
 import re
@@ -68,7 +69,8 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
         words=tuple(words),
         directory=start_directory(environment),
     )
-    is_killed_at_end = script == _RAY or "PoolWorker" in multiprocessing.current_process().name
+    is_of_ray = is_one_of_many and arguments[:1] == [_RAY]
+    is_killed_at_end = is_of_ray or "PoolWorker" in multiprocessing.current_process().name
     return Start(command=command, is_one_of_many=is_one_of_many or is_child, is_killed_at_end=is_killed_at_end)
 
 
@@ -112,7 +114,7 @@ def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[
     if launcher is not None and os.path.isfile(launched) and _launcher_of(launched) is None:
         main, launcher = launched, None  # a debugger or a profiler has put its script there
     if launcher is not None and launcher != "":
-        return launcher, [start_directory(environment), *argv[1:]], True
+        return _file_of_caller() or launcher, [launcher, start_directory(environment)], True
     hydra = hydra_config()
     if hydra is not None:
         return os.path.abspath(main), [str(hydra.job.config_name), *map(str, hydra.overrides.task)], False
@@ -130,8 +132,25 @@ def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str,
     return _NOTEBOOK, [start_directory(environment)], True
 
 
+def _file_of_caller() -> str | None:
+    """Return the script that a launcher runs a function of: the outermost file of the user's that leads here."""
+    frame, found = inspect.currentframe(), None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if os.path.isfile(path) and _launcher_of(path) is None and not _is_installed(path):
+            found = path
+        frame = frame.f_back
+    return found
+
+
 def _main_file() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
+
+
+def _is_installed(path: str) -> bool:
+    """Return whether a file is that of an installed package, or of this one."""
+    roots = [Path(sysconfig.get_path(name)).resolve() for name in _PACKAGES]
+    return any(Path(path).resolve().is_relative_to(root) for root in (*roots, Path(__file__).parents[2]))
 
 
 def _launcher_of(path: str) -> str | None:

@@ -50,7 +50,8 @@ def test_launcher_that_runs_a_function(launcher: str, main: Any) -> None:
     main(pytest.importorskip(launcher).__file__)
     start = start_of_process(["worker.py"], {})
     assert start.is_one_of_many
-    assert start.run_id.startswith(f"{launcher}-")
+    assert start.command.arguments[0] == launcher
+    assert os.path.isabs(start.command.script)  # that of the function's code
     assert start.is_killed_at_end is (launcher == "ray")
 
 
