@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -122,3 +123,10 @@ def test_the_first_screen_of_the_readme_fits_a_terminal() -> None:
     for what in ("FaultTolerance()", "PL_FAULT_TOLERANT_TRAINING=1", "lightning-faulttolerant drill"):
         assert what in told
     assert "![" not in told
+
+
+def test_a_stop_can_be_sent_to_another_process() -> None:
+    """A pool sends it to its script, which waits for ever where it does not arrive."""
+    stop = lightning_faulttolerant.TrainingStopped(143, "Stopped by SIGTERM")
+    arrived = pickle.loads(pickle.dumps(stop))
+    assert (type(arrived), arrived.code, str(arrived)) == (type(stop), 143, str(stop))

@@ -136,10 +136,10 @@ def _list_runs(*, as_json: bool) -> int:
     for one in () if as_json else runs:
         epoch, batch = one.newest.place or ("-", "-")
         print(safe(one.entry.run_id))
-        print(f"  saved      {moment_text(one.newest.saved_at)}, epoch {epoch}, batch {batch}")
-        print(f"  autosaves  {safe(one.entry.directory)}")
-        print(f"  continue   {safe(_line(one.entry.command))}")
-        print(f"  start over lightning-faulttolerant discard {safe(one.entry.run_id)}")
+        print(f"  saved       {moment_text(one.newest.saved_at)}, epoch {epoch}, batch {batch}")
+        print(f"  autosaves   {safe(one.entry.directory)}")
+        print(f"  continue    {safe(_line(one.entry.command))}")
+        print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
     if not runs:
         print(f"There are no unfinished runs in {safe(registry.directory)}.", file=sys.stderr)
     return 0 if runs else 1

@@ -26,6 +26,7 @@ from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, connect
 from lightning_faulttolerant.trainer.run import Run
 from lightning_faulttolerant.trainer.runs.finding import Finder
 from lightning_faulttolerant.trainer.runs.fingerprint import start_fingerprint
+from lightning_faulttolerant.trainer.runs.told import advise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +169,12 @@ class Beginning:
     def forget_checkpoint(self) -> None:
         """Give the memory of the checkpoint back: it is as large as the model and its optimizers together."""
         self.choice = self.choice and self.choice.with_checkpoint(None)
+
+    def end(self, exception: BaseException | None) -> None:
+        """Tell how the fit ended, and what to do about an error of a run that differs."""
+        if exception is not None:
+            advise(exception, self.choice)
+        self.history.end(exception)
 
     def end_fit(self) -> None:
         """Note that the fit came to its end."""

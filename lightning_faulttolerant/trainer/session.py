@@ -32,7 +32,6 @@ from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.restoring import Restoring
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
-from lightning_faulttolerant.trainer.runs.told import advise
 from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
@@ -134,7 +133,6 @@ class Session:
 
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
-        advise(exception, self._beginning.choice)
         self._stopping.interrupt(exception)
         saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
         try:
@@ -151,7 +149,7 @@ class Session:
     def _tell_end(self, exception: BaseException | None) -> None:
         """Tell how the fit ended, for which a store may let us wait, and give everything back whatever happens."""
         try:
-            self._beginning.history.end(exception)
+            self._beginning.end(exception)
         finally:
             self.close()
 

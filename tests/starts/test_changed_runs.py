@@ -39,7 +39,7 @@ def interrupted(project: Project, *command: str) -> tuple[Started, str]:
     return first, name
 
 
-@pytest.mark.takes_long("four processes import torch and Lightning")
+@pytest.mark.slow
 def test_other_arguments_start_from_the_beginning(project: Project) -> None:
     """``--lr 0.2`` does not continue ``--lr 0.1``; one line of the log names that run, which is left as it is."""
     first, name = interrupted(project, "train.py", "--lr", "0.1")

@@ -30,7 +30,7 @@ COMMANDS = {
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     """Give a directory with the scripts."""
-    return Project(tmp_path / "project", forks=False)
+    return Project(tmp_path / "project")
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_launcher_that_hides_the_exit_code(project: Project) -> None:
     assert_same_fit(plain("train.py"), starts)
 
 
-@pytest.mark.takes_long("three processes import torch and Lightning")
+@pytest.mark.slow
 def test_killed(project: Project) -> None:
     """A command that is killed continues from its last autosave."""
     killed = project.start("train.py", interrupt="KILL@6", sleep=0.5)

@@ -21,7 +21,7 @@ from tests.starts.started import (
 )
 
 FIT = "lr=0.1"
-NAMES = ["no name", "JPY_SESSION_NAME", "__vsc_ipynb_file__"]
+pytestmark = pytest.mark.slow
 EXECUTE = ("-c", "from nbclient.cli import main; main()")
 
 
@@ -71,13 +71,13 @@ class Notebooks:
         return self.project.start(*EXECUTE, path.name, interrupt=interrupt, sleep=sleep, protected=protected, **more)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "no name")) for name in NAMES])
+@pytest.fixture
 def notebooks(request: pytest.FixtureRequest, tmp_path: Path) -> Notebooks:
     """Give a directory for notebooks, for each way to know their names."""
     return Notebooks(Project(tmp_path / "project"), request.param)
 
 
-@pytest.mark.takes_long("four kernels import torch and Lightning")
+@pytest.mark.parametrize("notebooks", ["no name", "JPY_SESSION_NAME"], indirect=True)
 def test_stopped_twice(notebooks: Notebooks) -> None:
     """A notebook whose training was stopped continues when all its cells are executed again."""
     path = notebooks.write("train")
@@ -92,7 +92,7 @@ def test_stopped_twice(notebooks: Notebooks) -> None:
     assert starts[-1].weights() == plain("notebook.py").started.weights()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("notebooks", ["__vsc_ipynb_file__"], indirect=True)
 def test_killed(notebooks: Notebooks) -> None:
     """A notebook whose kernel was killed continues from the last autosave."""
     path = notebooks.write("train")
@@ -103,8 +103,9 @@ def test_killed(notebooks: Notebooks) -> None:
     assert_same_fit(plain("notebook.py"), [killed, ended], FIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+@pytest.mark.parametrize(
+    ("signal", "notebooks"), [("TERM", "JPY_SESSION_NAME"), ("KILL", "no name")], indirect=["notebooks"]
+)
 def test_another_notebook_in_the_directory(signal: str, notebooks: Notebooks) -> None:
     """Another notebook starts from the beginning, without an error, and leaves the interrupted one as it is."""
     path, other = notebooks.write("train"), notebooks.write("other", rate=0.2)
@@ -116,8 +117,7 @@ def test_another_notebook_in_the_directory(signal: str, notebooks: Notebooks) ->
     continues(first, third, FIT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", ["JPY_SESSION_NAME"])
 def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
     """Where the kernel knows the name, a copy of the notebook with another name is another run."""
     notebooks = Notebooks(Project(tmp_path / "project"), name)
@@ -126,7 +126,7 @@ def test_a_copy_of_the_notebook(name: str, tmp_path: Path) -> None:
     assert_starts_over(notebooks.execute(copy), name=FIT)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("notebooks", ["no name"], indirect=True)
 def test_a_notebook_that_ended_normally_is_a_new_run(notebooks: Notebooks) -> None:
     """After a normal end of the kernel the same notebook trains everything again."""
     path = notebooks.write("train")

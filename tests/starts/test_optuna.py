@@ -35,19 +35,14 @@ def assert_are_new(started: Started, names: list[str]) -> None:
         assert started.num_batches(name) == NUM_BATCHES, started.output
 
 
-def _mark(options: tuple[str, ...], trial: int) -> tuple[pytest.MarkDecorator, ...]:
-    if (options, trial) == (("--hyperparameters", "--seed"), 1):
-        return (pytest.mark.takes_long("four processes import torch and Lightning"),)
-    return (pytest.mark.slow,)
-
-
 CASES = [
-    pytest.param(options, trial, marks=_mark(options, trial), id=f"{'+'.join(options) or 'plain'}-{trial}")
+    pytest.param(options, trial, id=f"{'+'.join(options) or 'plain'}-{trial}")
     for options in OPTIONS
     for trial in (0, 1)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "trial"), CASES)
 def test_a_trial_that_is_run_again_continues(options: tuple[str, ...], trial: int, project: Project) -> None:
     """Stopped twice in one trial, the study ends; the trial with the same values continues, the others are new."""

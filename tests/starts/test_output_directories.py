@@ -66,7 +66,7 @@ def test_hyperparameters_with_the_time(project: Project) -> None:
     assert_same_fit(plain("named.py"), starts)
 
 
-@pytest.mark.takes_long("four processes import torch and Lightning")
+@pytest.mark.slow
 def test_another_checkout(tmp_path: Path) -> None:
     """A copy of the code in another directory continues, where all write to the same directory."""
     first = checkout(tmp_path, "monday").start("shared.py", interrupt="TERM@4")

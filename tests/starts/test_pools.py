@@ -16,12 +16,9 @@ from tests.starts.started import (
     plain,
 )
 
-POOLS = ["joblib", "spawn", "fork"]
 NAMES = ["lr=0.1", "lr=0.2"]
 
-pytestmark = [
-    pytest.mark.parametrize("pool", [pytest.param(pool, marks=[pytest.mark.slow] * (pool != "fork")) for pool in POOLS])
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["joblib"])
 def test_side_by_side(pool: str, project: Project) -> None:
     """Two tasks at once don't fail because of each other, and train what they train without us."""
     ended = project.start("pool.py", pool, sleep=0.1)
@@ -39,7 +36,7 @@ def test_side_by_side(pool: str, project: Project) -> None:
     assert ended.weights() == plain("pool.py", pool).started.weights()
 
 
-@pytest.mark.takes_long("three pools import torch and Lightning")
+@pytest.mark.parametrize("pool", ["joblib", "fork"])
 def test_all_are_killed(pool: str, project: Project) -> None:
     """After a SIGKILL for the whole process group each task continues its own fit."""
     killed = project.start("pool.py", pool, interrupt="GROUP-KILL@6@lr=0.2", sleep=0.5)
@@ -52,7 +49,7 @@ def test_all_are_killed(pool: str, project: Project) -> None:
     assert ended.weights() == plain("pool.py", pool).started.weights()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["spawn", "fork"])
 def test_all_are_stopped_twice(pool: str, project: Project) -> None:
     """After a SIGTERM for the whole process group each task continues its own fit."""
     starts = [project.start("pool.py", pool, interrupt=f"GROUP-TERM@{step}@lr=0.2", sleep=0.2) for step in (3, 6)]
@@ -66,7 +63,7 @@ def test_all_are_stopped_twice(pool: str, project: Project) -> None:
     assert ended.weights() == plain("pool.py", pool).started.weights()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["fork"])
 def test_one_task_is_stopped(pool: str, project: Project) -> None:
     """A task whose process was stopped alone continues; the other one ends with its own weights."""
     first = project.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
@@ -78,7 +75,7 @@ def test_one_task_is_stopped(pool: str, project: Project) -> None:
     assert {**first.weights(), **ended.weights()} == whole
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["joblib", "fork"])
 def test_a_pool_that_ended_normally_is_a_new_run(pool: str, project: Project) -> None:
     """After a normal end the same command trains everything again."""
     first = project.start("pool.py", pool, interrupt="GROUP-TERM@4@lr=0.2", sleep=0.2)

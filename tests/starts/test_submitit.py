@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.starts.started import (
-    NUM_BATCHES,
     Project,
     assert_interrupted,
     assert_same_fit,
@@ -36,15 +35,6 @@ def test_stopped_twice(project: Project) -> None:
     starts.append(project.start("cluster.py", "0.1"))
     assert starts[-1].exit_code == 0, starts[-1].output
     assert_same_fit(plain("cluster.py", "0.1"), starts, FIT)
-
-
-def test_killed(project: Project) -> None:
-    """A job that was killed continues from its last autosave."""
-    killed = project.start("cluster.py", "0.1", interrupt="KILL@6", sleep=0.5)
-    assert_interrupted(killed, range(6, NUM_BATCHES), FIT)
-    ended = project.start("cluster.py", "0.1")
-    assert ended.exit_code == 0, ended.output
-    assert_same_fit(plain("cluster.py", "0.1"), [killed, ended], FIT)
 
 
 def test_two_scripts_with_one_folder(project: Project) -> None:

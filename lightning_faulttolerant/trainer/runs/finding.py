@@ -219,9 +219,12 @@ class Finder:
 
     def _match(self, run: Run) -> Match:
         fits = run.fits()
-        several = len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
+
+        def runs_several() -> bool:
+            return len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
+
         is_sweep = trials.sweep() is not None
-        return match_fit(fits, run.begun, self._fingerprint, runs_several=several, is_sweep=is_sweep)
+        return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=is_sweep)
 
     def _record(self, run: Run) -> RunRecord:
         name = os.path.basename(run.directory.rstrip("/"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_faulttolerant.records.runs import FitRecord
@@ -31,7 +31,7 @@ def match_fit(
     taken: Collection[int],
     start: StartFingerprint,
     *,
-    runs_several: bool,
+    runs_several: Callable[[], bool],
     is_sweep: bool = False,
 ) -> Match:
     """Return the number under which the fit that begins keeps its autosaves.
@@ -42,7 +42,8 @@ def match_fit(
         fits: The fits that have autosaves, by number; ``None`` where it is not known how one started.
         taken: Those that this script has begun already.
         start: How the fit starts that begins now.
-        runs_several: Whether the script may run several fits, so that one that matches none is a new one.
+        runs_several: Tells whether the script may run several fits, so that one that matches none is a new one. Only
+            asked where that matters.
         is_sweep: Whether the fits of a later start are not those of an earlier one in the same order.
     """
     place = len(taken) + 1
@@ -50,7 +51,7 @@ def match_fit(
     known = {number: fit for number, fit in free.items() if fit is not None and fit.start}
     unfinished = [number for number, fit in known.items() if not fit.is_finished]
     found = _first_match(known, unfinished, place, start, is_sweep=is_sweep)
-    if found is None and not is_sweep and place in free and (place not in known or not runs_several):
+    if found is None and not is_sweep and place in free and (place not in known or not runs_several()):
         found = place
     is_guess = is_sweep and found is None and any(start.has_core(known[number].start) for number in unfinished)
     if found is None:

@@ -25,7 +25,7 @@ def match(
     fits: dict[int, FitRecord | None], now: StartFingerprint, *taken: int, several: bool = True, is_sweep: bool = False
 ) -> Match:
     """Return which fit it is."""
-    return match_fit(fits, taken, now, runs_several=several, is_sweep=is_sweep)
+    return match_fit(fits, taken, now, runs_several=lambda: several, is_sweep=is_sweep)
 
 
 def test_first_fit_of_a_run() -> None:
