@@ -86,7 +86,8 @@ class Beginning:
 
     def _open(self) -> None:
         options = self._options
-        found = Finder(options, self._trainer.default_root_dir, start_fingerprint(self._trainer)).find()
+        fingerprint = start_fingerprint(self._trainer, ignored=options.ignore_hyperparameters)
+        found = Finder(options, self._trainer.default_root_dir, fingerprint).find()
         self._run, self.series = found.run, found.series
         self.history = History(self._trainer, self._run.history, fit=self._run.fit)
         self.history.begin(options.script)

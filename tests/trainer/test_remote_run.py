@@ -172,7 +172,7 @@ def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None
 
     ended = run(main)
     assert ended.exit_code == 0, ended.output
-    assert "found ['fit-1', 'history.jsonl', 'run.lock']" in ended.output
+    assert "found ['fit-1', 'history.jsonl', 'run.json', 'run.lock']" in ended.output
     assert "left ['history.jsonl']" in ended.output
 
 

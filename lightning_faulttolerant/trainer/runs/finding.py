@@ -6,6 +6,7 @@ The rules, and why, are in docs/decisions/0038-which-run.md.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line,
 from lightning_faulttolerant.trainer.telling import tell
 
 _LOOK_EVERY_SECONDS = 0.25
-_MAX_SIBLINGS = 50
+_MAX_SIBLINGS = 20
 
 _continued: dict[str, str] = {}
 """The directories that this process continues, by those in which it would have started them."""
@@ -183,7 +184,7 @@ class Finder:
             yield from self._likeliest([entry.directory for entry in same])
         if not self._has_name:
             known = self._entries() if self._options.dirpath is None else []
-            runs = {entry.directory: entry.command for entry in known} | dict(self._siblings())
+            runs = {entry.directory: entry.command for entry in known} | self._siblings
             alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
             yield from (path for path in alike if path != default and _has_fit(path, self._fingerprint.is_exactly))
 
@@ -204,18 +205,18 @@ class Finder:
         entries = [] if self._registry is None else self._registry.entries()
         return [e for e in entries if run_of_process(e.directory) is None and _has_autosaves(e.directory)]
 
-    def _siblings(self) -> Iterator[tuple[str, Command]]:
-        """Yield the interrupted runs of the same script that keep their autosaves in the same place."""
+    @functools.cached_property
+    def _siblings(self) -> dict[str, Command]:
+        """The interrupted runs of the same script that keep their autosaves in the same place, by directory."""
         stem = self._start.run_id.rpartition("-")[0]
         try:
             folders = open_store(self._dirpath).listing().folders
         except (OSError, CheckpointError):
-            return
-        for name in [name for name in folders if name.startswith(f"{stem}-")][-_MAX_SIBLINGS:]:
-            directory = directory_of(self._dirpath, name)
-            record = read_record(directory)
-            if record is not None and run_of_process(directory) is None and _has_autosaves(directory):
-                yield directory, record.command
+            return {}
+        names = [name for name in folders if name.startswith(f"{stem}-")][-_MAX_SIBLINGS:]
+        paths = [path for name in names if run_of_process(path := directory_of(self._dirpath, name)) is None]
+        records = {path: record for path in paths if (record := read_record(path)) is not None}
+        return {path: record.command for path, record in records.items() if _has_autosaves(path)}
 
     def _match(self, run: Run) -> Match:
         fits = run.fits()
@@ -247,7 +248,7 @@ class Finder:
 
     def _interrupted(self, run: Run) -> list[Interrupted]:
         """Return the interrupted runs of the same script."""
-        found = {entry.directory: entry.command for entry in self._entries()} | dict(self._siblings())
+        found = {entry.directory: entry.command for entry in self._entries()} | self._siblings
         found.pop(run.directory, None)
         return [
             Interrupted(directory=path, command=command)

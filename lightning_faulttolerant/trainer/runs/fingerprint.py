@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,32 +88,44 @@ class StartFingerprint:
         return self.is_alike(saved) and self.has_weights(saved)
 
 
-def start_fingerprint(trainer: Trainer) -> StartFingerprint:
+def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> StartFingerprint:
     """Return what the fit that begins is; no code of the user's runs, and nothing is drawn.
 
     Args:
         trainer: Whose fit it is, before its callbacks are set up.
+        ignored: Hyperparameters that may differ from start to start; names with dots for those inside others.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
-    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _numbers(module)}
+    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _numbers(module, ignored)}
     if data_module is not None:
-        core = {**core, "data module": type(data_module).__qualname__, "data values": _numbers(data_module)}
+        core = {**core, "data module": type(data_module).__qualname__, "data values": _numbers(data_module, ignored)}
     if os.environ.get(_SEED_VARIABLE):
         core["seed"] = os.environ[_SEED_VARIABLE]
     trial = trial_of()
     if trial is not None:
         core["trial"] = trial
-    data = {place: _jsonable(loader_fingerprint(loader)) for place, loader in given_loaders(trainer).items()}
+    data = {place: _data_of(loader) for place, loader in given_loaders(trainer).items()}
     return StartFingerprint(core=core, data=data, weights=_weights(module))
 
 
-def _numbers(owner: LightningModule | LightningDataModule) -> dict[str, Any]:
+def _data_of(loader: Any) -> Any:
+    """Return what is known of the data of a loader; how it makes batches of them may differ where a run is elastic."""
+    found = loader_fingerprint(loader)
+    return _jsonable(found.get("dataset", found))
+
+
+def _numbers(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
     """Return the numbers and flags among the hyperparameters and attributes of an object."""
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
         attributes.pop(name, None)
     numbers = {name: value for name, value in attributes.items() if _is_number(value)}
-    return {**_numbers_in(numbers), **_numbers_in(dict(owner.hparams))}
+    found = {**_numbers_in(numbers), **_numbers_in(dict(owner.hparams))}
+    return {key: value for key, value in found.items() if not any(_is_in(key, name) for name in ignored)}
+
+
+def _is_in(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
 
 
 def _numbers_in(values: Mapping[Any, Any]) -> dict[str, Any]:
