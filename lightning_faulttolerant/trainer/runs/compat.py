@@ -8,6 +8,11 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
+SEAMS = {
+    "trainer.fit_loop._data_source.instance": "fits of one script are told apart by the data that is passed to `fit`"
+}
+STUDY_SEAMS = {"study._storage": "trials of a study in memory are told from those of one in a database"}
+
 
 def given_loaders(trainer: Trainer) -> dict[str, Any]:
     """Return the training loaders that were passed to ``fit``, by place; none where a module makes them later."""
