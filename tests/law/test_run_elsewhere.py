@@ -277,6 +277,20 @@ def test_loop_that_skips_what_is_done(tmp_path: Path) -> None:
     assert [count for count, _ in told(tmp_path, "told")] == [10, 7, 10]
 
 
+def test_first_start_is_kept(tmp_path: Path, registry: Registry) -> None:
+    """A run that continues is known by how it started first, also where the weights are others at each start."""
+
+    def train_without_a_seed(*faults: Callback) -> None:
+        fit_net([protected(), *faults], tmp_path)
+
+    starts = []
+    for seed in (1, 2):
+        run(lambda: train_without_a_seed(KillAt(3)), seed=seed)
+        [entry] = registry.entries()
+        starts.append(json.loads((Path(entry.directory) / "run.json").read_text())["fits"]["1"]["start"])
+    assert starts[0] == starts[1]
+
+
 def test_registry_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on without, and says so."""
     (tmp_path / "file").touch()

@@ -92,7 +92,9 @@ class Finder:
                 f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
                 f" {discard_line(run.directory)}"
             )
-        run.note_fit(FitRecord(start=self._fingerprint.state_dict()), self._record(run))
+        known = None if is_new else run.record.fits.get(match.number)
+        start = self._fingerprint.state_dict() if known is None else known.start  # that of the first start
+        run.note_fit(FitRecord(start=start), self._record(run))
         self._register(run)
         if is_new and len(run.begun) == 1:
             tell_interrupted(self._interrupted(run), self._start.command)
