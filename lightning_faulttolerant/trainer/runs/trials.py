@@ -8,14 +8,14 @@ import linecache
 import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning_faulttolerant.trainer.runs import compat
 
-# A `while` is how scripts try again.
-_LOOPS = (ast.For, ast.AsyncFor, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frames of their own before Python 3.12
 _TRIED_AGAIN = "failed_trial"  # where Optuna's callback notes the number of the first try
 # Packages that call a function of the user's once for each trial.
 _SWEEPS = ("ax", "hyperopt", "nevergrad", "optuna", "ray.tune", "skopt", "smac", "wandb.agents")
@@ -60,7 +60,10 @@ def runs_several() -> bool:
 
 
 def is_in_loop() -> bool:
-    """Return whether a line of the user's that leads here stands in a loop: the script may run several fits."""
+    """Return whether a line of the user's that leads here is repeated by a `for`: the script may run several fits.
+
+    A `while` is how scripts try again.
+    """
     return any(_is_in_loop_of(frame) for frame in _frames() if _is_users(frame.f_code.co_filename))
 
 
@@ -86,19 +89,37 @@ def _is_users(path: str) -> bool:
 
 
 def _is_in_loop_of(frame: FrameType) -> bool:
+    if frame.f_code.co_name in _COMPREHENSIONS:
+        return True
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return False
-    first, line = frame.f_code.co_firstlineno, frame.f_lineno
-    return any(
-        first <= node.lineno and _body_of(node) <= line <= (node.end_lineno or 0)
-        for node in ast.walk(tree)
-        if isinstance(node, _LOOPS)
-    )
+    first, place = frame.f_code.co_firstlineno, _place_of(frame)
+    nodes = (node for node in ast.walk(tree) if getattr(node, "lineno", 0) >= first)
+    return any(_is_between(place, *part) for node in nodes for part in _repeated(node))
 
 
-def _body_of(loop: Any) -> int:
-    """Return the line in which the body of a loop begins."""
-    return int(loop.body[0].lineno if isinstance(loop, (ast.For, ast.AsyncFor)) else loop.lineno)
+def _place_of(frame: FrameType) -> tuple[int, int]:
+    """Return the line and the column of the call that a frame is in; the column is -1 where Python does not tell it."""
+    positions = getattr(frame.f_code, "co_positions", None)
+    found = None if positions is None else next(islice(positions(), frame.f_lasti // 2, None), None)
+    line, column = (None, None) if found is None else (found[0], found[2])
+    return (frame.f_lineno, -1) if line is None or column is None else (line, column)
+
+
+def _repeated(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
+    """Return the first and the last part of what a loop does again and again."""
+    if isinstance(node, (ast.For, ast.AsyncFor)):
+        return [(node.body[0], node.body[-1])]
+    if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+        return [(node.elt, node.elt)]
+    return [(node.key, node.key), (node.value, node.value)] if isinstance(node, ast.DictComp) else []
+
+
+def _is_between(place: tuple[int, int], first: Any, last: Any) -> bool:
+    line, column = place
+    if column < 0:  # only of statements: comprehensions have frames of their own then
+        return isinstance(first, ast.stmt) and first.lineno <= line <= last.end_lineno
+    return (first.lineno, first.col_offset) <= place <= (last.end_lineno, last.end_col_offset)
