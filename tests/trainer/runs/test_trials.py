@@ -37,7 +37,7 @@ def asked_in(tmp_path: Path, code: str) -> list[bool]:
         ("def train(numbers):\n    ask()\ntrain([i for i in range(1)])", False),
         ("def train(numbers):\n    ask()\ntrain({i: [j for j in range(1)] for i in range(1)})", False),
         ("def train():\n    ask()\nfor i in range(1): train()", True),
-        ("def train():\n    ask()\n    return [1]\nfor i in train(): pass", False),
+        ("def train():\n    ask()\n    return [1]\nfor i in train():\n    pass", False),
         ("def train():\n    ask()\n    return [1]\n[i for i in train()]", False),
         ("def train(i):\n    ask()\n    return i\nmodels = {\n    i: train(i)\n    for i in range(1)\n}", True),
     ],
