@@ -200,7 +200,7 @@ class Finder:
             if found:
                 return found[:1]
         # Where several fits are run, it is a new one. Else somebody has changed it, and hears of that.
-        return [] if trials.runs_several() else list(directories[-1:])
+        return [] if not directories or trials.runs_several() else list(directories[-1:])
 
     def _entries(self) -> list[Entry]:
         """Return the interrupted runs of the registry, without those that this process has."""
