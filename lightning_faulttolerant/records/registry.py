@@ -18,6 +18,7 @@ from lightning_faulttolerant.records.runs import Command, command_from
 VARIABLE = "PL_FAULT_TOLERANT_REGISTRY"
 FOLDER = ".lightning_faulttolerant"
 _SUFFIX = ".json"
+_TRIES = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,14 @@ class Registry:
         Raises:
             OSError: If it can't be written.
         """
+        for _ in range(_TRIES):
+            # Another process may remove the directory, which was empty, at any moment.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                self._write(entry)
+                return
+        self._write(entry)
+
+    def _write(self, entry: Entry) -> None:
         if not self.directory.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
             (self.directory / ".gitignore").write_text("*\n")

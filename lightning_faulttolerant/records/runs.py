@@ -27,6 +27,7 @@ class Command:
         words: The whole command, to be typed again.
         directory: Where it was typed.
         run_id: The value of ``PL_FAULT_TOLERANT_RUN_ID``, or ``""``.
+        content: A checksum of the script, or ``""`` where there is no file.
     """
 
     script: str = ""
@@ -35,6 +36,7 @@ class Command:
     words: tuple[str, ...] = ()
     directory: str = ""
     run_id: str = ""
+    content: str = ""
 
     @property
     def name(self) -> str:
@@ -42,8 +44,9 @@ class Command:
         return os.path.basename(self.script)
 
     def is_alike(self, other: Command) -> bool:
-        """Return whether another command is the same but for the directory of its script."""
-        return (self.name, self.arguments, self.task) == (other.name, other.arguments, other.task)
+        """Return whether another command is the same, with the same script in another directory."""
+        own, theirs = ((one.name, one.arguments, one.task, one.content) for one in (self, other))
+        return own == theirs
 
     def line(self, *, run_id: str = "") -> str:
         """Return the line to type.

@@ -57,6 +57,7 @@ class Beginning:
         self._options = options
         self._files = files
         self._run: Run | None = None
+        self._number = 0
         self._error: Exception | None = None
         self.series: AutosaveSeries | None = None
         """The autosaves of this fit, on rank 0."""
@@ -88,8 +89,8 @@ class Beginning:
         options = self._options
         fingerprint = start_fingerprint(self._trainer, ignored=options.ignore_hyperparameters)
         found = Finder(options, self._trainer.default_root_dir, fingerprint).find()
-        self._run, self.series = found.run, found.series
-        self.history = History(self._trainer, self._run.history, fit=self._run.fit)
+        self._run, self.series, self._number = found.run, found.series, found.number
+        self.history = History(self._trainer, self._run.history, fit=self._number)
         self.history.begin(options.script)
 
     def connect(self) -> Ranks:
@@ -180,7 +181,7 @@ class Beginning:
     def end_fit(self) -> None:
         """Note that the fit came to its end."""
         if self._run is not None:
-            self._run.end_fit()
+            self._run.end_fit(self._number)
 
     def close(self) -> None:
         """Give back the connections, and the directory if this process was made for the fit. May be called twice."""

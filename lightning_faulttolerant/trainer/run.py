@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -72,6 +73,10 @@ def run_id_of(own: str | None, default: str, environment: Mapping[str, str]) -> 
     if _ALLOWED.fullmatch(joined):
         return joined
     return f"{default}-{hashlib.blake2b(own.encode(), digest_size=6).hexdigest()}"
+
+
+FITS = threading.RLock()
+"""Held while a fit is found and begun, or noted as finished: threads of one process may train at the same time."""
 
 
 class Run:
@@ -145,28 +150,37 @@ class Run:
             self._script.held[self.directory].append(self.fit)
         return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
 
-    def note_fit(self, fit: FitRecord, record: RunRecord) -> None:
-        """Keep how the fit started that was begun last.
+    def note_fit(self, number: int, fit: FitRecord, record: RunRecord) -> None:
+        """Keep how a fit started.
 
         Args:
+            number: Of the fit.
             fit: How.
             record: What is known of the run, if nothing was kept so far.
         """
         known = self.record
-        write_record(self.directory, (known if known.run_id else record).with_fit(self.fit, fit))
+        write_record(self.directory, (known if known.run_id else record).with_fit(number, fit))
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
         later = [name for name in self._fits() if _number(name) > self.fit]
         return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 
-    def end_fit(self) -> None:
-        """Note that the fit that was begun last came to its end."""
+    def end_fit(self, number: int | None = None) -> None:
+        """Note that a fit came to its end.
+
+        Args:
+            number: Of the fit; the one that was begun last by default.
+        """
+        with FITS:
+            self._note_end(self.fit if number is None else number)
+
+    def _note_end(self, number: int) -> None:
         self.num_open -= 1
         record = self.record
-        if self.fit in record.fits:
-            finished = replace(record.fits[self.fit], is_finished=True)
-            write_record(self.directory, record.with_fit(self.fit, finished))
+        if number in record.fits:
+            finished = replace(record.fits[number], is_finished=True)
+            write_record(self.directory, record.with_fit(number, finished))
         if self._script.is_elsewhere:
             self._script.end_fit(self.directory)
         elif self.ends_with_fit and not self.num_open:
@@ -207,10 +221,12 @@ class Run:
             _log.warning(
                 "Autosaves of this run, which is done, could not be removed from %s: %s", self.directory, error
             )
-        if ended_well:
-            self.history.close()
-            self.on_end()
-        self._lock.release()
+        try:
+            if ended_well:
+                self.history.close()
+                self.on_end()
+        finally:
+            self._lock.release()
         if ended_well:
             self._remove_if_empty()
 

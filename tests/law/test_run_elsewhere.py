@@ -15,12 +15,14 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.cli import main as command_line
-from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Registry
+from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Entry, Registry
+from lightning_faulttolerant.records.runs import Command, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.recorder import KillAt
+from lightning_faulttolerant.trainer.run import open_run
 from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import Ended, Script, run
-from tests.runs import Net, fit_net
+from tests.runs import Net, fit_net, make_trainer
 
 CHECKOUT = "/checkout-1/script.py"
 
@@ -36,13 +38,14 @@ def train(
     directory: Path,
     root: str,
     *faults: Callback,
-    seed: int = 7,
+    seed: int | None = 7,
     rows: int = 20,
     module: type[LightningModule] | None = None,
     **options: Any,
 ) -> None:
     """Train with a fixed seed in a directory of its own, and tell how many batches, and the final weights."""
-    seed_everything(seed)
+    if seed is not None:
+        seed_everything(seed)
     count = CountBatches()
     train_loader = DataLoader(NoisyDataset(rows), batch_size=4, shuffle=True)
     trainer = fit_net(
@@ -157,14 +160,151 @@ class First(Net):
 
 
 def test_edited_script_is_refused(tmp_path: Path) -> None:
-    """Also in a new directory; the error ends with how to continue, and how to start over."""
-    start(tmp_path, "runs/1", KillAt(3), module=First)
-    ended = start(tmp_path, "runs/2", module=Edited)
+    """The error ends with how to continue, and how to start over."""
+    start(tmp_path, "runs", KillAt(3), module=First)
+    ended = start(tmp_path, "runs", module=Edited)
     assert ended.exit_code == 1
     assert "FingerprintMismatchError" in ended.output
     lines = ended.output.strip().splitlines()
     assert lines[-2].startswith("To continue the run that was interrupted, undo the change and type: ")
     assert lines[-1].startswith("To start over, type: lightning-faulttolerant discard ")
+
+
+UNSEEDED = {"seed": None}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "how", "continues"),
+    [
+        ("runs/2026-11-24_10-00", "runs/2026-11-24_11-30", UNSEEDED, True),
+        ("runs/a", "runs/b", UNSEEDED, False),
+        ("runs/a", "runs/b", {}, True),
+        ("runs/2026-11-24_10-00", "runs/2026-11-24_11-30", {"seed": 8}, False),
+        ("runs/2026-11-24_10-00", "runs/2026-11-24_11-30", {"module": Edited}, False),
+    ],
+    ids=["named-by-the-time", "named-by-hand", "exactly-alike", "other-seed", "other-hyperparameter"],
+)
+def test_same_command_in_another_directory(
+    first: str, then: str, how: dict[str, Any], continues: bool, tmp_path: Path
+) -> None:
+    """It is the same run if it starts exactly alike; without a seed, only where the directory is named by the time."""
+    start(tmp_path, first, KillAt(3), **{"module": First, **(how if how is UNSEEDED else {})}, how={"seed": 3})
+    ended = start(tmp_path, then, **{"module": First, **how}, how={"seed": 4})
+    assert ended.exit_code == 0, ended.output
+    assert [count for count, _ in told(tmp_path, "told")] == [7 if continues else 10]
+    assert ("An interrupted run of script.py" in ended.output) is not continues
+
+
+@pytest.mark.parametrize(("content", "continues"), [("a = 1", True), ("a = 2", False)])
+def test_script_of_the_same_name(content: str, continues: bool, tmp_path: Path) -> None:
+    """Another checkout has the same script; what has other content is another script."""
+    for name, text in (("one", "a = 1"), ("two", content)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "main.py").write_text(text)
+    start(tmp_path, "runs", KillAt(3), how={"path": str(tmp_path / "one" / "main.py")})
+    assert start(tmp_path, "runs", how={"path": str(tmp_path / "two" / "main.py")}).exit_code == 0
+    assert [count for count, _ in told(tmp_path, "told")] == [7 if continues else 10]
+
+
+class Lossy(Net):
+    """Has a loss by name."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.save_hyperparameters({"loss": loss})
+
+
+def test_loop_over_names(tmp_path: Path) -> None:
+    """A fit of another name takes nothing of the finished one, with the same seed and the same data."""
+
+    def main(losses: list[str], *faults: Callback) -> None:
+        for loss in losses:
+            train(tmp_path, "runs", *(faults if loss == "l1" else ()), module=lambda: Lossy(loss))  # type: ignore[arg-type]  # noqa: B023
+
+    assert run(lambda: main(["mse", "l1"], KillAt(3))).exit_code == -signal.SIGKILL
+    assert run(lambda: main(["l1", "huber"])).exit_code == 0
+    assert [count for count, _ in told(tmp_path, "told")] == [10, 7, 10]
+
+
+class Lazy(NoisyDataset):
+    """Has no length before it is set up."""
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.is_set_up else len(self.later)  # type: ignore[attr-defined]
+
+    is_set_up = False
+
+
+class SetsUp(Net):
+    """Sets the data up."""
+
+    def __init__(self, data: Lazy) -> None:
+        super().__init__()
+        self._data = [data]
+
+    def setup(self, stage: str) -> None:
+        self._data[0].is_set_up = True
+
+
+def test_data_that_cannot_be_asked_yet(tmp_path: Path) -> None:
+    """A data set whose length is not known before `setup` ends nothing."""
+
+    def main() -> None:
+        data = Lazy(20)
+        data.is_set_up = True
+        loader = DataLoader(data, batch_size=4)
+        data.is_set_up = False
+        trainer = make_trainer([protected()], tmp_path)
+        trainer.fit(SetsUp(data), loader, DataLoader(NoisyDataset(8), batch_size=4))
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+
+
+def test_working_directory_that_is_gone(tmp_path: Path) -> None:
+    """Training needs none."""
+    (tmp_path / "here").mkdir()
+
+    def main() -> None:
+        os.chdir(tmp_path / "here")
+        (tmp_path / "here").rmdir()
+        train(tmp_path, "runs")
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+
+
+def test_threads(tmp_path: Path, registry: Registry) -> None:
+    """Two fits at a time have a number each, and each notes its own end."""
+
+    def main() -> None:
+        run_of = open_run(tmp_path, "run")
+        run_of.begin_fit(keep_last=1)
+        run_of.note_fit(1, FitRecord(start={"a": 1}), RunRecord(run_id="run"))
+        run_of.begin_fit(keep_last=1)
+        run_of.note_fit(2, FitRecord(start={"a": 2}), RunRecord())
+        run_of.end_fit(1)
+        tell(tmp_path, "finished", [fit.is_finished for fit in run_of.record.fits.values()])
+        os._exit(0)
+
+    run(main)
+    assert told(tmp_path, "finished") == [[True, False]]
+
+
+def test_registry_that_others_empty(registry: Registry) -> None:
+    """Processes that add and remove at the same time lose nothing."""
+    command = Command(script="/a.py")
+    entries = [Entry(run_id=name, directory=f"/{name}", command=command, began=0.0) for name in ("a", "b")]
+
+    def add_and_remove(entry: Entry) -> None:
+        for _ in range(300):
+            registry.add(entry)
+            registry.remove(entry.directory)
+
+    processes = [Script(lambda entry=entry: add_and_remove(entry)) for entry in entries]  # type: ignore[misc]
+    for process in processes:
+        ended = process.wait()
+        assert ended.exit_code == 0, ended.output
 
 
 def test_list_and_discard(tmp_path: Path, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:

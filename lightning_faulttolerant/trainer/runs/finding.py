@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -24,17 +25,19 @@ from lightning_faulttolerant.records.registry import Entry, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.options import Options
-from lightning_faulttolerant.trainer.run import Run, directory_of, open_run, run_id_of, run_of_process
+from lightning_faulttolerant.trainer.run import FITS, Run, directory_of, open_run, run_id_of, run_of_process
 from lightning_faulttolerant.trainer.runs import trials
 from lightning_faulttolerant.trainer.runs.fingerprint import StartFingerprint
 from lightning_faulttolerant.trainer.runs.matching import Match, match_fit
 from lightning_faulttolerant.trainer.runs.places import registry_of_process
 from lightning_faulttolerant.trainer.runs.recorded import read_record
-from lightning_faulttolerant.trainer.runs.starts import Start, start_of_process
+from lightning_faulttolerant.trainer.runs.starts import Start, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line, tell_interrupted, tell_passed_over
 from lightning_faulttolerant.trainer.telling import tell
 
 _LOOK_EVERY_SECONDS = 0.25
+# Digits as of a time, or as of a random name: 2026-11-24, 20261124, 1a2b3c4d.
+_NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b")
 _MAX_SIBLINGS = 20
 
 _continued: dict[str, str] = {}
@@ -48,10 +51,12 @@ class FoundFit:
     Args:
         run: Its run, held by this process.
         series: The autosaves.
+        number: Of the fit, in the run.
     """
 
     run: Run
     series: AutosaveSeries
+    number: int
 
 
 class Finder:
@@ -81,24 +86,24 @@ class Finder:
             CheckpointError: If its directory can't be written.
         """
         run = self._open()
-        match = self._match(run)
-        series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
-        autosaves = series.paths()
-        is_new = not autosaves
-        if is_new:
+        with FITS:
+            match = self._match(run)
+            series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
+            autosaves = series.paths()
+            known = run.record.fits.get(match.number) if autosaves else None
+            start = self._fingerprint.state_dict() if known is None else known.start  # that of the first start
+            run.note_fit(match.number, FitRecord(start=start), self._record(run))
+        self._register(run)
+        if not autosaves:
             tell_passed_over(match, run_id=os.path.basename(run.directory))
+            if len(run.begun) == 1:
+                tell_interrupted(self._interrupted(run), self._start.command)
         elif not match.is_finished and self._options.auto_resume:
             tell(
                 f"This run was interrupted and continues from {autosaves[-1]}. To start over instead, type:"
                 f" {discard_line(run.directory)}"
             )
-        known = None if is_new else run.record.fits.get(match.number)
-        start = self._fingerprint.state_dict() if known is None else known.start  # that of the first start
-        run.note_fit(FitRecord(start=start), self._record(run))
-        self._register(run)
-        if is_new and len(run.begun) == 1:
-            tell_interrupted(self._interrupted(run), self._start.command)
-        return FoundFit(run=run, series=series)
+        return FoundFit(run=run, series=series, number=match.number)
 
     def _open(self) -> Run:
         is_sweep = trials.sweep() is not None
@@ -131,13 +136,16 @@ class Finder:
         return open_run(dirpath, name, self._script)
 
     def _continue(self, directory: str) -> Run | None:
-        """Open a run that was started in another directory; ``None`` if its process keeps it."""
+        """Open a run that was started in another directory; ``None`` if its process keeps it, or has ended it."""
         try:
             run = self._open_patiently(directory)
         except (RunInUseError, CheckpointError, OSError) as error:
             tell(f"This run has a directory of its own: {error}")
             return None
-        return run
+        if _has_autosaves(directory):
+            return run
+        run.give_back()
+        return None
 
     def _open_one_of_many(self, stem: str, *, is_sweep: bool) -> Run:
         """Open a directory that no other process holds: that of a fit that starts alike before others, else a new one.
@@ -156,7 +164,7 @@ class Finder:
 
     def _alike_elsewhere(self, stem: str, here: list[str]) -> list[str]:
         """Return the directories of such runs that were started in other ones, and have a fit that starts alike."""
-        entries = self._entries() if self._options.dirpath is None else []
+        entries = self._entries if self._options.dirpath is None else []
         paths = [e.directory for e in entries if e.run_id == stem or e.run_id.startswith(f"{stem}-")]
         return [path for path in paths if path not in here and _has_fit(path, self._fingerprint.is_alike)]
 
@@ -169,9 +177,14 @@ class Finder:
         if own is not None and own.num_open and not is_sweep:
             return None  # a thread, or a fit inside of another one
         dirpath, _, name = directory.rstrip("/").rpartition("/")
-        if _why_not_open(dirpath, name, self._script) is not None:
-            return None
-        run = open_run(dirpath, name, self._script)
+        try:
+            if _why_not_open(dirpath, name, self._script) is not None:
+                return None
+            run = open_run(dirpath, name, self._script)
+        except CheckpointError:
+            if directory.startswith(directory_of(self._dirpath, "").rstrip("/")):
+                raise
+            return None  # one of another start, in a place that is not there any more
         fits = [fit for number, fit in run.fits().items() if number not in run.begun]
         if is_sweep or all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
             return run
@@ -179,33 +192,36 @@ class Finder:
             run.give_back()
         return None
 
-    def _elsewhere(self, default: str) -> Iterator[str]:
-        """Yield the directories in which this run may have been started, the likeliest first."""
-        if self._options.dirpath is None:
-            same = [entry for entry in self._entries() if self._is_same(entry) and entry.directory != default]
-            yield from self._likeliest([entry.directory for entry in same])
+    def _elsewhere(self, default: str) -> list[str]:
+        """Return the directory in which this run was started, if that is another one than `default`."""
+        known = self._entries if self._options.dirpath is None else []
+        same = [entry.directory for entry in known if self._is_same(entry)]
+        found = [path for path in same if _has_fit(path, self._fingerprint.is_exactly)]
+        # Without a seed the weights are others at each start. Who names another directory may mean another run.
+        found += [path for path in same if _has_fit(path, self._fingerprint.is_alike) and self._is_volatile(path)]
         if not self._has_name:
-            known = self._entries() if self._options.dirpath is None else []
             runs = {entry.directory: entry.command for entry in known} | self._siblings
             alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
-            yield from (path for path in alike if path != default and _has_fit(path, self._fingerprint.is_exactly))
+            found += [path for path in alike if _has_fit(path, self._fingerprint.is_exactly)]
+        return [path for path in dict.fromkeys(found) if path != default][:1]
 
     def _is_same(self, entry: Entry) -> bool:
         return entry.run_id == self._run_id and entry.command.name == self._start.command.name
 
-    def _likeliest(self, directories: Sequence[str]) -> list[str]:
-        """Return that directory of this run of which a fit starts as this one does."""
-        for is_it in (self._fingerprint.is_exactly, self._fingerprint.is_alike):
-            found = [path for path in directories if _has_fit(path, is_it)]
-            if found:
-                return found[:1]
-        # Where several fits are run, it is a new one. Else somebody has changed it, and hears of that.
-        return [] if not directories or trials.runs_several() else list(directories[-1:])
+    def _is_volatile(self, directory: str) -> bool:
+        """Return whether the directory of this start is another one at each start: Hydra's, or named by the time."""
+        if hydra_config() is not None:
+            return True
+        here, there = (path.split("/") for path in (str(self._dirpath), directory))
+        differing = [pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]]
+        return bool(differing) and all(_NAMED_BY_TIME.search(name) for pair in differing[:1] for name in pair)
 
+    @functools.cached_property
     def _entries(self) -> list[Entry]:
-        """Return the interrupted runs of the registry, without those that this process has."""
+        """The interrupted runs of this script in the registry, without those that this process has."""
         entries = [] if self._registry is None else self._registry.entries()
-        return [e for e in entries if run_of_process(e.directory) is None and _has_autosaves(e.directory)]
+        own = [entry for entry in entries if entry.command.name == self._start.command.name]
+        return [e for e in own if run_of_process(e.directory) is None and _has_autosaves(e.directory)]
 
     @functools.cached_property
     def _siblings(self) -> dict[str, Command]:
@@ -250,7 +266,7 @@ class Finder:
 
     def _interrupted(self, run: Run) -> list[Interrupted]:
         """Return the interrupted runs of the same script."""
-        found = {entry.directory: entry.command for entry in self._entries()} | self._siblings
+        found = {entry.directory: entry.command for entry in self._entries} | self._siblings
         found.pop(run.directory, None)
         return [
             Interrupted(directory=path, command=command)
@@ -272,11 +288,11 @@ def _has_autosaves(directory: str) -> bool:
     """Return whether a run has an autosave to continue from."""
     if not is_url(directory) and not os.path.isdir(directory):
         return False
-    store = open_store(directory)
     try:
+        store = open_store(directory)
         folders = [name for name in store.listing().folders if name.startswith("fit-")]
         return any(AUTOSAVE_NAME.fullmatch(name) for folder in folders for name in store.folder(folder).names())
-    except (OSError, CheckpointError):
+    except Exception:  # noqa: BLE001 - clients of stores have errors of their own; who opens the run hears of it
         return False
 
 

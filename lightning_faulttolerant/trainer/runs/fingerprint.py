@@ -21,12 +21,12 @@ from torch.nn.parameter import is_lazy
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.fingerprint import differences, loader_fingerprint, module_fingerprint
+from lightning_faulttolerant.trainer.hyperparameters import is_passing
 from lightning_faulttolerant.trainer.runs.compat import given_loaders
 from lightning_faulttolerant.trainer.runs.trials import trial_of
 
 _SAMPLED_ELEMENTS = 64
 _DIGEST_BYTES = 8
-_DAY_SECONDS = 86_400
 _SEED_VARIABLE = "PL_GLOBAL_SEED"
 _NOT_OWN = ("training", "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices")
 
@@ -36,8 +36,8 @@ class StartFingerprint:
     """What a fit is when it starts.
 
     Args:
-        core: Classes, shapes, numbers among the hyperparameters and attributes, and the trial of a study. A script that
-            draws at random without a seed has the same at each start.
+        core: Classes, shapes, hyperparameters, numbers among the attributes, the seed, and the trial of a study. A
+            script that draws at random without a seed has the same at each start.
         data: Of the loaders that were passed to ``fit``, by place.
         weights: A checksum of the initial weights.
     """
@@ -89,16 +89,16 @@ class StartFingerprint:
 
 
 def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> StartFingerprint:
-    """Return what the fit that begins is; no code of the user's runs, and nothing is drawn.
+    """Return what the fit that begins is; nothing is drawn.
 
     Args:
         trainer: Whose fit it is, before its callbacks are set up.
         ignored: Hyperparameters that may differ from start to start; names with dots for those inside others.
     """
     module, data_module = trainer.lightning_module, datamodule(trainer)
-    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _numbers(module, ignored)}
+    core: dict[str, Any] = {"module": _jsonable(module_fingerprint(module)), "values": _values_of(module, ignored)}
     if data_module is not None:
-        core = {**core, "data module": type(data_module).__qualname__, "data values": _numbers(data_module, ignored)}
+        core = {**core, "data module": type(data_module).__qualname__, "data values": _values_of(data_module, ignored)}
     if os.environ.get(_SEED_VARIABLE):
         core["seed"] = os.environ[_SEED_VARIABLE]
     trial = trial_of()
@@ -110,43 +110,37 @@ def start_fingerprint(trainer: Trainer, *, ignored: Collection[str] = ()) -> Sta
 
 def _data_of(loader: Any) -> Any:
     """Return what is known of the data of a loader; how it makes batches of them may differ where a run is elastic."""
-    found = loader_fingerprint(loader)
+    try:
+        found = loader_fingerprint(loader)
+    except Exception:  # noqa: BLE001 - of a data set that can't be asked before it was set up
+        return {"class": type(loader).__qualname__}
     return _jsonable(found.get("dataset", found))
 
 
-def _numbers(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
-    """Return the numbers and flags among the hyperparameters and attributes of an object."""
+def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection[str]) -> dict[str, Any]:
+    """Return numbers and flags among the attributes of an object, and these and texts among its hyperparameters."""
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
         attributes.pop(name, None)
-    numbers = {name: value for name, value in attributes.items() if _is_number(value)}
-    found = {**_numbers_in(numbers), **_numbers_in(dict(owner.hparams))}
-    return {key: value for key, value in found.items() if not any(_is_in(key, name) for name in ignored)}
+    own = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
+    found = {**dict(_leaves(own)), **dict(_leaves(dict(owner.hparams)))}
+    now = time.time()
+    kept = {key: value for key, value in found.items() if not any(_is_in(key, name) for name in ignored)}
+    return {key: _jsonable(value) for key, value in kept.items() if not is_passing(value, now=now)}
 
 
 def _is_in(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
-def _numbers_in(values: Mapping[Any, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found.update({f"{key}.{name}": child for name, child in _numbers_in(value).items()})
-        elif isinstance(value, (list, tuple)):
-            found.update({f"{key}.{i}": _jsonable(child) for i, child in enumerate(value) if _is_number(child)})
-        elif _is_number(value):
-            found[str(key)] = _jsonable(value)
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a number or a flag, and none that is another one at each start."""
-    if isinstance(value, bool):
-        return True
-    if not isinstance(value, (int, float)) or value == os.getpid():
-        return False
-    return all(abs(value / scale - time.time()) > _DAY_SECONDS for scale in (1, 1e3, 1e9))
+def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, flags, and texts in nested mappings and lists, by their names."""
+    if isinstance(values, (Mapping, list, tuple)):
+        pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
+        for name, child in pairs:
+            yield from _leaves(child, f"{path}.{name}" if path else str(name))
+    elif isinstance(values, (bool, int, float, str)):
+        yield path, values
 
 
 def _jsonable(value: Any) -> Any:

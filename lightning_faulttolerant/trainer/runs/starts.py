@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.records.runs import Command
+from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 
 # The task's number in a job array; a job's own id is another one each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
@@ -68,6 +68,8 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
         task=" ".join(f"{name}={environment[name]}" for name in _ARRAY_VARIABLES if environment.get(name)),
         words=tuple(words),
         directory=start_directory(environment),
+        run_id=environment.get(RUN_ID_VARIABLE, ""),
+        content=_content_of(script),
     )
     is_of_ray = is_one_of_many and arguments[:1] == [_RAY]
     is_killed_at_end = is_of_ray or "PoolWorker" in multiprocessing.current_process().name
@@ -77,8 +79,9 @@ def start_of_process(argv: list[str], environment: Mapping[str, str]) -> Start:
 def start_directory(environment: Mapping[str, str]) -> str:
     """Return the working directory in which the process was started, as far as that is known.
 
-    Hydra knows it. Else it is that of the shell where the script's name leads to the script from there, or where the
-    present one lies below: the script has changed into a directory for its output.
+    Hydra knows it. Else it is that of the shell, where the name of the script leads to the script from there, or where
+    this package was imported there: the script has changed into another directory since. The shell's alone says little:
+    who starts a process in another directory seldom changes the variable.
 
     Args:
         environment: Of the process.
@@ -86,16 +89,38 @@ def start_directory(environment: Mapping[str, str]) -> str:
     hydra = hydra_config()
     if hydra is not None:
         return str(hydra.runtime.cwd)
-    now, shell = os.getcwd(), environment.get("PWD", "")
-    if not shell or not os.path.isabs(shell) or not os.path.isdir(shell) or os.path.samefile(shell, now):
+    now, shell = _working_directory(), environment.get("PWD", "")
+    if not os.path.isabs(shell) or not os.path.isdir(shell) or _is_same(shell, now):
         return now
     typed, main = sys.argv[0] if sys.argv else "", _main_file()
-    if main and typed and not os.path.isabs(typed) and os.path.exists(main):
-        for directory in (shell, now):
-            path = os.path.join(directory, typed)
-            if os.path.exists(path) and os.path.samefile(path, main):
-                return directory
-    return shell if Path(now).is_relative_to(shell) else now
+    if main and typed and not os.path.isabs(typed):
+        return next((path for path in (shell, now) if _is_same(os.path.join(path, typed), main)), now)
+    return shell if _is_same(shell, _IMPORTED_IN) else now
+
+
+def _absolute(path: str) -> str:
+    return os.path.normpath(os.path.join(_working_directory(), path))
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # somebody has removed it
+        return os.environ.get("PWD") or os.path.sep
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _content_of(script: str) -> str:
+    try:
+        return hashlib.blake2b(Path(script).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return ""
 
 
 def hydra_config() -> Any:
@@ -110,15 +135,15 @@ def _script(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[
     if main is None:
         return _without_file(argv, environment)
     launcher = _launcher_of(main)
-    launched = os.path.abspath(argv[0]) if argv and argv[0] else ""
+    launched = os.path.join(_working_directory(), argv[0]) if argv and argv[0] else ""
     if launcher is not None and os.path.isfile(launched) and _launcher_of(launched) is None:
         main, launcher = launched, None  # a debugger or a profiler has put its script there
     if launcher is not None and launcher != "":
         return _file_of_caller() or launcher, [launcher, start_directory(environment)], True
     hydra = hydra_config()
     if hydra is not None:
-        return os.path.abspath(main), [str(hydra.job.config_name), *map(str, hydra.overrides.task)], False
-    return os.path.abspath(main), argv[1:], False
+        return _absolute(main), [str(hydra.job.config_name), *map(str, hydra.overrides.task)], False
+    return _absolute(main), argv[1:], False
 
 
 def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str, list[str], bool]:
@@ -128,7 +153,7 @@ def _without_file(argv: list[str], environment: Mapping[str, str]) -> tuple[str,
         return _INTERACTIVE, [], False
     name = names.get("__vsc_ipynb_file__") or environment.get("JPY_SESSION_NAME")
     if name:
-        return os.path.abspath(str(name)), [], False
+        return _absolute(str(name)), [], False
     return _NOTEBOOK, [start_directory(environment)], True
 
 
@@ -162,3 +187,6 @@ def _launcher_of(path: str) -> str | None:
             top = real.relative_to(root).parts[0].removesuffix(".py")
             return top if top in _LAUNCHERS else None
     return "" if real.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve()) else None
+
+
+_IMPORTED_IN = _working_directory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_same_start() -> None:
         ({"hyperparameters": {"o": {"lr": 0.1}}}, {"hyperparameters": {"o": {"lr": 0.2}}}),
         ({"hyperparameters": {"sizes": [1, 2]}}, {"hyperparameters": {"sizes": [1, 3]}}),
         ({"flag": True}, {"flag": False}),
+        ({"hyperparameters": {"loss": "mse"}}, {"hyperparameters": {"loss": "l1"}}),
         ({"lr": float("nan")}, {"lr": 0.1}),
     ],
 )
@@ -79,7 +81,7 @@ def test_numbers_tell_fits_apart(one: dict[str, Any], other: dict[str, Any]) -> 
     ("one", "other"),
     [
         ({"name": "a"}, {"name": "b"}),
-        ({"hyperparameters": {"name": "a"}}, {"hyperparameters": {"name": "b"}}),
+        ({"hyperparameters": {"name": f"run-{datetime.now():%Y-%m-%d_%H-%M}"}}, {"hyperparameters": {}}),
         ({"began": time.time()}, {"began": time.time() - 3600}),
         ({"began": int(time.time() * 1e9)}, {"began": int(time.time() * 1e9) - 5}),
         ({"pid": os.getpid()}, {}),
@@ -87,7 +89,7 @@ def test_numbers_tell_fits_apart(one: dict[str, Any], other: dict[str, Any]) -> 
     ],
 )
 def test_what_may_differ(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Text, the time, the process id, and private attributes don't count."""
+    """Texts among attributes, the time, the process id, and private attributes don't count."""
     assert started(Given(**one)).has_core(started(Given(**other)).state_dict())
 
 

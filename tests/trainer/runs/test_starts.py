@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.trainer.runs import starts
 from lightning_faulttolerant.trainer.runs.starts import Start, start_directory, start_of_process
 
 
@@ -102,14 +103,16 @@ def test_worker_of_a_pool() -> None:
 
 
 def test_directory_that_the_script_changes_to(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is that of the shell where the present one lies below it, or the name of the script leads there."""
+    """It is that of the shell where the script's name leads to it from there, or this package was imported there."""
     inner, other = tmp_path / "outputs" / "1", tmp_path / "other"
     inner.mkdir(parents=True)
     other.mkdir()
     main("/nowhere/train.py")
+    monkeypatch.setattr(sys, "argv", ["/nowhere/train.py"])
     monkeypatch.chdir(inner)
+    assert start_directory({"PWD": str(tmp_path)}) == str(inner)  # of a process that has started this one here
+    monkeypatch.setattr(starts, "_IMPORTED_IN", str(tmp_path))
     assert start_directory({"PWD": str(tmp_path)}) == str(tmp_path)
-    assert start_directory({"PWD": str(other)}) == str(inner)  # of a parent process, which has started this one here
     assert start_directory({}) == str(inner)
     assert start_directory({"PWD": "relative"}) == str(inner)
     (other / "train.py").touch()
