@@ -37,6 +37,8 @@ def test_a_directory_named_by_the_time(project: Project) -> None:
     whole = plain("timed.py")
     assert_same_fit(whole, starts)
     assert project.rows() == whole.rows
+    assert starts[-1].lines("ModelCheckpoint continues in")
+    assert not starts[-1].lines("saves to")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_faulttolerant.trainer.compat import running_hook
 from lightning_faulttolerant.trainer.files import compat
-from lightning_faulttolerant.trainer.files.roots import Moves
+from lightning_faulttolerant.trainer.files.roots import Moves, absolute
 from lightning_faulttolerant.trainer.patches import Patches
 
 # Called once more when a run goes on behind a file that was saved in them.
@@ -115,9 +115,9 @@ class CheckpointFiles:
 
     def _note_places(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         for callback in self._callbacks():
-            then, now = states.get(callback.state_key, {}).get("dirpath"), str(callback.dirpath)
+            then, now = states.get(callback.state_key, {}).get("dirpath"), absolute(str(callback.dirpath))
             name = type(callback).__qualname__
-            if then is not None and then != now:
+            if then is not None and absolute(then) != now:
                 self.notes.append(f"{name} saves to {now} now; what was saved so far is in {then}")
             elif then is not None and self._has_moved:
                 self.notes.append(f"{name} continues in {now}, where the first start of the run saved")
