@@ -130,9 +130,8 @@ class Run:
         """The numbers of the fits that the script has begun, in this process and in those that it has made."""
         return self._script.begun(self.directory)
 
-    def fits(self) -> dict[int, FitRecord | None]:
-        """Return the fits that have autosaves, by number; ``None`` where it is not known how one started."""
-        record = self.record
+    def fits(self, record: RunRecord) -> dict[int, FitRecord | None]:
+        """Return the fits that have autosaves, by number; ``None`` where `record` does not know how one started."""
         return {_number(name): record.fits.get(_number(name)) for name in self._fits()}
 
     def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
@@ -149,17 +148,6 @@ class Run:
         else:
             self._script.held[self.directory].append(self.fit)
         return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
-
-    def note_fit(self, number: int, fit: FitRecord, record: RunRecord) -> None:
-        """Keep how a fit started.
-
-        Args:
-            number: Of the fit.
-            fit: How.
-            record: What is known of the run, if nothing was kept so far.
-        """
-        known = self.record
-        write_record(self.directory, (known if known.run_id else record).with_fit(number, fit))
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
@@ -313,7 +301,11 @@ def open_run(dirpath: str | os.PathLike[str], run_id: str, script: Script | None
         RunInUseError: If another process has it.
         CheckpointError: If the directory can't be written.
     """
-    directory = directory_of(dirpath, run_id)
+    return open_directory(directory_of(dirpath, run_id), script)
+
+
+def open_directory(directory: str, script: Script | None = None) -> Run:
+    """Return this process's run in a directory, as `directory_of` returned it; else as `open_run`."""
     run = run_of_process(directory)
     if run is None:
         try:

@@ -19,6 +19,7 @@ from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Entry, Re
 from lightning_faulttolerant.records.runs import Command, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.recorder import KillAt
 from lightning_faulttolerant.trainer.run import open_run
+from lightning_faulttolerant.trainer.runs.recorded import write_record
 from tests.data_sets import NoisyDataset
 from tests.law.test_which_run import CountBatches, autosaves, protected, tell, told, weights
 from tests.processes import Ended, Script, run
@@ -280,9 +281,9 @@ def test_threads(tmp_path: Path, registry: Registry) -> None:
     def main() -> None:
         run_of = open_run(tmp_path, "run")
         run_of.begin_fit(keep_last=1)
-        run_of.note_fit(1, FitRecord(start={"a": 1}), RunRecord(run_id="run"))
         run_of.begin_fit(keep_last=1)
-        run_of.note_fit(2, FitRecord(start={"a": 2}), RunRecord())
+        record = RunRecord(run_id="run", fits={number: FitRecord(start={"a": number}) for number in (1, 2)})
+        write_record(run_of.directory, record)
         run_of.end_fit(1)
         tell(tmp_path, "finished", [fit.is_finished for fit in run_of.record.fits.values()])
         os._exit(0)

@@ -11,10 +11,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any
 
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
@@ -25,12 +23,12 @@ from lightning_faulttolerant.records.registry import Entry, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.options import Options
-from lightning_faulttolerant.trainer.run import FITS, Run, directory_of, open_run, run_id_of, run_of_process
+from lightning_faulttolerant.trainer.run import FITS, Run, directory_of, open_directory, run_id_of, run_of_process
 from lightning_faulttolerant.trainer.runs import trials
 from lightning_faulttolerant.trainer.runs.fingerprint import StartFingerprint
 from lightning_faulttolerant.trainer.runs.matching import Match, match_fit
 from lightning_faulttolerant.trainer.runs.places import registry_of_process
-from lightning_faulttolerant.trainer.runs.recorded import read_record
+from lightning_faulttolerant.trainer.runs.recorded import read_record, write_record
 from lightning_faulttolerant.trainer.runs.starts import Start, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line, tell_interrupted, tell_passed_over
 from lightning_faulttolerant.trainer.telling import tell
@@ -39,6 +37,7 @@ _LOOK_EVERY_SECONDS = 0.25
 # Digits as of a time, or as of a random name: 2026-11-24, 20261124, 1a2b3c4d.
 _NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b")
 _MAX_SIBLINGS = 20
+_ALIKE, _EXACTLY = 1, 2
 
 _continued: dict[str, str] = {}
 """The directories that this process continues, by those in which it would have started them."""
@@ -77,6 +76,7 @@ class Finder:
         self._has_name = options.run_id is not None or bool(os.environ.get(RUN_ID_VARIABLE))
         self._registry: Registry | None = registry_of_process(self._start.command.directory)
         self._script: Script = options.script
+        self._is_sweep = trials.sweep() is not None
 
     def find(self) -> FoundFit:
         """Open the run, and begin the fit in it.
@@ -87,13 +87,15 @@ class Finder:
         """
         run = self._open()
         with FITS:
-            match = self._match(run)
+            known = run.record
+            match = self._match(run, known)
             series = run.begin_fit(keep_last=self._options.keep_last, number=match.number)
             autosaves = series.paths()
-            known = run.record.fits.get(match.number) if autosaves else None
-            start = self._fingerprint.state_dict() if known is None else known.start  # that of the first start
-            run.note_fit(match.number, FitRecord(start=start), self._record(run))
-        self._register(run)
+            fit = known.fits.get(match.number) if autosaves else None
+            start = self._fingerprint.state_dict() if fit is None else fit.start  # that of the first start
+            record = (known if known.run_id else self._record(run)).with_fit(match.number, FitRecord(start=start))
+            write_record(run.directory, record)
+        self._register(run, record)
         if not autosaves:
             tell_passed_over(match, run_id=os.path.basename(run.directory))
             if len(run.begun) == 1:
@@ -106,34 +108,32 @@ class Finder:
         return FoundFit(run=run, series=series, number=match.number)
 
     def _open(self) -> Run:
-        is_sweep = trials.sweep() is not None
-        if (self._start.is_one_of_many or is_sweep) and not self._has_name and not self._script.is_elsewhere:
-            stem = self._run_id if is_sweep else f"{self._run_id}-{self._fingerprint.name}"
-            return self._open_one_of_many(stem, is_sweep=is_sweep)
+        is_one_of_many = self._start.is_one_of_many or self._is_sweep
+        if is_one_of_many and not self._has_name and not self._script.is_elsewhere:
+            return self._open_one_of_many()
         default = directory_of(self._dirpath, self._run_id)
         directory = _continued.get(default, default)
         if run_of_process(directory) is not None or _has_autosaves(directory):
             return self._open_patiently(directory)
-        for directory in self._elsewhere(default):
-            run = self._continue(directory)
-            if run is not None:
-                _continued[default] = run.directory
-                return run
-        return self._open_patiently(default)
+        elsewhere = self._elsewhere(default)
+        run = None if elsewhere is None else self._continue(elsewhere)
+        if run is None:
+            return self._open_patiently(default)
+        _continued[default] = run.directory
+        return run
 
     def _open_patiently(self, directory: str) -> Run:
         """Open a run; wait as long as its predecessor may take to end."""
-        dirpath, _, name = directory.rstrip("/").rpartition("/")
         deadline = time.monotonic() + self._options.grace_seconds
-        error = _why_not_open(dirpath, name, self._script)
-        if error is not None:
-            tell(f"{error} Waiting up to {self._options.grace_seconds:g} s for it to end.")
-        while error is not None:
+        found = _opened(directory, self._script)
+        if isinstance(found, RunInUseError):
+            tell(f"{found} Waiting up to {self._options.grace_seconds:g} s for it to end.")
+        while isinstance(found, RunInUseError):
             if time.monotonic() > deadline:
-                raise error
+                raise found
             time.sleep(_LOOK_EVERY_SECONDS)
-            error = _why_not_open(dirpath, name, self._script)
-        return open_run(dirpath, name, self._script)
+            found = _opened(directory, self._script)
+        return found
 
     def _continue(self, directory: str) -> Run | None:
         """Open a run that was started in another directory; ``None`` if its process keeps it, or has ended it."""
@@ -147,18 +147,18 @@ class Finder:
         run.give_back()
         return None
 
-    def _open_one_of_many(self, stem: str, *, is_sweep: bool) -> Run:
+    def _open_one_of_many(self) -> Run:
         """Open a directory that no other process holds: that of a fit that starts alike before others, else a new one.
 
-        Args:
-            stem: Its name, which has a number after it where several are in use.
-            is_sweep: Whether a directory has the fits of a whole sweep, so that any will do.
+        Several processes of a sweep have directories that are numbered, and all fits of a process in one. Else each is
+        named after how its fit starts.
         """
+        stem = self._run_id if self._is_sweep else f"{self._run_id}-{self._fingerprint.name}"
         numbers = range(2, 1 + _num_of(self._dirpath, stem))
         here = [directory_of(self._dirpath, name) for name in (stem, *(f"{stem}-{number}" for number in numbers))]
-        known = sorted([*self._alike_elsewhere(stem, here), *here], key=self._unlikeness)
+        known = sorted([*self._alike_elsewhere(stem, here), *here], key=self._likeness, reverse=True)
         new = (directory_of(self._dirpath, f"{stem}-{number}") for number in count(1 + len(here)))
-        run = next(run for path in chain(known, new) if (run := self._open_if_free(path, is_sweep=is_sweep)))
+        run = next(run for path in chain(known, new) if (run := self._open_if_free(path)))
         run.ends_with_fit = self._start.is_killed_at_end
         return run
 
@@ -166,44 +166,47 @@ class Finder:
         """Return the directories of such runs that were started in other ones, and have a fit that starts alike."""
         entries = self._entries if self._options.dirpath is None else []
         paths = [e.directory for e in entries if e.run_id == stem or e.run_id.startswith(f"{stem}-")]
-        return [path for path in paths if path not in here and _has_fit(path, self._fingerprint.is_alike)]
+        return [path for path in paths if path not in here and self._likeness(path) >= _ALIKE]
 
-    def _unlikeness(self, directory: str) -> int:
-        fingerprint = self._fingerprint
-        return 0 if _has_fit(directory, fingerprint.is_exactly) else 2 - _has_fit(directory, fingerprint.is_alike)
+    def _likeness(self, directory: str) -> int:
+        """Return how much like this fit one starts that the run of a directory has had."""
+        record = read_record(directory)
+        starts = [] if record is None else [fit.start for fit in record.fits.values()]
+        if any(map(self._fingerprint.is_exactly, starts)):
+            return _EXACTLY
+        return _ALIKE if any(map(self._fingerprint.is_alike, starts)) else 0
 
-    def _open_if_free(self, directory: str, *, is_sweep: bool) -> Run | None:
+    def _open_if_free(self, directory: str) -> Run | None:
         own = run_of_process(directory)
-        if own is not None and own.num_open and not is_sweep:
+        if own is not None and own.num_open and not self._is_sweep:
             return None  # a thread, or a fit inside of another one
-        dirpath, _, name = directory.rstrip("/").rpartition("/")
         try:
-            if _why_not_open(dirpath, name, self._script) is not None:
-                return None
-            run = open_run(dirpath, name, self._script)
+            run = _opened(directory, self._script)
         except CheckpointError:
             if directory.startswith(directory_of(self._dirpath, "").rstrip("/")):
                 raise
             return None  # one of another start, in a place that is not there any more
-        fits = [fit for number, fit in run.fits().items() if number not in run.begun]
-        if is_sweep or all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
+        if isinstance(run, RunInUseError):
+            return None
+        fits = [fit for number, fit in run.fits(run.record).items() if number not in run.begun]
+        if self._is_sweep or all(fit is not None and self._fingerprint.has_data(fit.start) for fit in fits):
             return run
         if own is None:
             run.give_back()
         return None
 
-    def _elsewhere(self, default: str) -> list[str]:
+    def _elsewhere(self, default: str) -> str | None:
         """Return the directory in which this run was started, if that is another one than `default`."""
         known = self._entries if self._options.dirpath is None else []
-        same = [entry.directory for entry in known if self._is_same(entry)]
-        found = [path for path in same if _has_fit(path, self._fingerprint.is_exactly)]
+        same = {e.directory: self._likeness(e.directory) for e in known if self._is_same(e)}
+        found = [path for path, likeness in same.items() if likeness == _EXACTLY]
         # Without a seed the weights are others at each start. Who names another directory may mean another run.
-        found += [path for path in same if _has_fit(path, self._fingerprint.is_alike) and self._is_volatile(path)]
+        found += [path for path, likeness in same.items() if likeness == _ALIKE and self._is_volatile(path)]
         if not self._has_name:
             runs = {entry.directory: entry.command for entry in known} | self._siblings
             alike = [path for path, command in runs.items() if command.is_alike(self._start.command)]
-            found += [path for path in alike if _has_fit(path, self._fingerprint.is_exactly)]
-        return [path for path in dict.fromkeys(found) if path != default][:1]
+            found += [path for path in alike if path not in same and self._likeness(path) == _EXACTLY]
+        return next((path for path in found if path != default), None)
 
     def _is_same(self, entry: Entry) -> bool:
         return entry.run_id == self._run_id and entry.command.name == self._start.command.name
@@ -236,26 +239,24 @@ class Finder:
         records = {path: record for path in paths if (record := read_record(path)) is not None}
         return {path: record.command for path, record in records.items() if _has_autosaves(path)}
 
-    def _match(self, run: Run) -> Match:
-        fits = run.fits()
+    def _match(self, run: Run, record: RunRecord) -> Match:
+        fits = run.fits(record)
 
         def runs_several() -> bool:
             return len(fits) > 1 or self._start.is_one_of_many or trials.runs_several()
 
-        is_sweep = trials.sweep() is not None
-        return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=is_sweep)
+        return match_fit(fits, run.begun, self._fingerprint, runs_several=runs_several, is_sweep=self._is_sweep)
 
     def _record(self, run: Run) -> RunRecord:
-        name = os.path.basename(run.directory.rstrip("/"))
-        return RunRecord(run_id=name, command=self._start.command, began=time.time())
+        return RunRecord(run_id=os.path.basename(run.directory), command=self._start.command, began=time.time())
 
-    def _register(self, run: Run) -> None:
+    def _register(self, run: Run, record: RunRecord) -> None:
         registry = self._registry
         if registry is None or run.is_registered:
             return
-        record = run.record
-        name = os.path.basename(run.directory.rstrip("/"))
-        entry = Entry(run_id=name, directory=run.directory, command=record.command, began=record.began)
+        entry = Entry(
+            run_id=os.path.basename(run.directory), directory=run.directory, command=record.command, began=record.began
+        )
         try:
             registry.add(entry)
         except OSError as error:
@@ -275,13 +276,12 @@ class Finder:
         ]
 
 
-def _why_not_open(dirpath: str, name: str, script: Script) -> RunInUseError | None:
+def _opened(directory: str, script: Script) -> Run | RunInUseError:
     """Open a run, or return why that is not possible while another process has it."""
     try:
-        open_run(dirpath, name, script)
+        return open_directory(directory, script)
     except RunInUseError as error:
         return error
-    return None
 
 
 def _has_autosaves(directory: str) -> bool:
@@ -294,12 +294,6 @@ def _has_autosaves(directory: str) -> bool:
         return any(AUTOSAVE_NAME.fullmatch(name) for folder in folders for name in store.folder(folder).names())
     except Exception:  # noqa: BLE001 - clients of stores have errors of their own; who opens the run hears of it
         return False
-
-
-def _has_fit(directory: str, is_it: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Return whether a run has a fit of whose start `is_it` says so."""
-    record = read_record(directory)
-    return record is not None and any(is_it(fit.start) for fit in record.fits.values())
 
 
 def _num_of(dirpath: str, prefix: str) -> int:
