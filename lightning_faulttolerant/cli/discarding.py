@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 
+from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import open_store
@@ -27,8 +27,6 @@ back, move them to where they were.
 EPILOG = """\
 Exit status: 0 done, 1 the run is in use, or has no autosaves, 2 there is no such run, or it can't be read.
 """
-
-_FIT_NAME = re.compile(r"fit-\d+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,16 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _set_aside(directory: str) -> list[str]:
     store = open_store(directory)
-    folders = [name for name in store.listing().folders if _FIT_NAME.fullmatch(name)]
-    if os.path.basename(directory.rstrip("/")).startswith("fit-") and not folders:
+    folders = fit_folders(store.listing().folders)
+    if fit_number(os.path.basename(directory.rstrip("/"))) and not folders:
         raise CheckpointError(f"{directory} is the directory of one fit. Give that of the run, which is above it.")
     # The last fit first: a process that is killed meanwhile leaves the first ones, which are continued from.
-    series = [AutosaveSeries(store.path(name), keep_last=1) for name in sorted(folders, key=_number, reverse=True)]
+    series = [AutosaveSeries(store.path(name), keep_last=1) for name in reversed(folders)]
     aside = [path for one in series if (path := one.set_aside("discarded")) is not None]
     with contextlib.suppress(FileNotFoundError):
         store.delete(FILE_NAME)
     return aside
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("fit-"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from lightning_faulttolerant.cli.runs import UnfinishedRun, registry_here, unfin
 from lightning_faulttolerant.cli.text import moment_json, moment_text, safe, size_text, table
 from lightning_faulttolerant.cli.verdict import Verdict
 from lightning_faulttolerant.errors import DamagedCheckpointError, FaultToleranceError
-from lightning_faulttolerant.records.runs import Command
 
 DESCRIPTION = """\
 Without DIR, list the unfinished runs that were started in this directory (or those of the registry that
@@ -138,16 +136,11 @@ def _list_runs(*, as_json: bool) -> int:
         print(safe(one.entry.run_id))
         print(f"  saved       {moment_text(one.newest.saved_at)}, epoch {epoch}, batch {batch}")
         print(f"  autosaves   {safe(one.entry.directory)}")
-        print(f"  continue    {safe(_line(one.entry.command))}")
+        print(f"  continue    {safe(one.entry.command.line(here=os.getcwd()))}")
         print(f"  start over  lightning-faulttolerant discard {safe(one.entry.run_id)}")
     if not runs:
         print(f"There are no unfinished runs in {safe(registry.directory)}.", file=sys.stderr)
     return 0 if runs else 1
-
-
-def _line(command: Command) -> str:
-    is_here = os.path.realpath(command.directory) == os.getcwd()
-    return command.line() if is_here else f"cd {shlex.quote(command.directory)} && {command.line()}"
 
 
 def _run_as_json(one: UnfinishedRun) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_st
 from lightning_faulttolerant.cli.errors import remote_errors
 from lightning_faulttolerant.cli.found import FoundFile, find_checkpoints
 from lightning_faulttolerant.errors import CheckpointError
-from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Entry, Registry
+from lightning_faulttolerant.records.registry import Entry, Registry, registry_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,7 @@ class UnfinishedRun:
 
 def registry_here() -> Registry:
     """Return the registry of the runs that were started in this directory, or the one that the variable names."""
-    named = os.environ.get(VARIABLE)
-    return Registry(os.path.abspath(os.path.expanduser(named or FOLDER)))
+    return registry_at(os.getcwd())
 
 
 def unfinished_runs(registry: Registry) -> Iterator[UnfinishedRun]:

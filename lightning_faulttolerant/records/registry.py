@@ -99,3 +99,13 @@ def _read(path: Path) -> Entry | None:
         return Entry(**{**found, "command": command_from(found["command"])})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def registry_at(directory: str) -> Registry:
+    """Return the registry of the runs that are started in a directory, or the one that the variable names.
+
+    Args:
+        directory: As an absolute path.
+    """
+    named = os.environ.get(VARIABLE)
+    return Registry(os.path.abspath(os.path.expanduser(named)) if named else os.path.join(directory, FOLDER))

@@ -48,15 +48,16 @@ class Command:
         own, theirs = ((one.name, one.arguments, one.task, one.content) for one in (self, other))
         return own == theirs
 
-    def line(self, *, run_id: str = "") -> str:
+    def line(self, *, here: str = "") -> str:
         """Return the line to type.
 
         Args:
-            run_id: Set in ``PL_FAULT_TOLERANT_RUN_ID``; that of the command itself by default.
+            here: The working directory in which it is typed; by default that of the command.
         """
-        name = run_id or self.run_id
-        variable = [f"{RUN_ID_VARIABLE}={shlex.quote(name)}"] if name else []
-        return " ".join([*variable, shlex.join(self.words)])
+        there = "" if not here or os.path.realpath(here) == os.path.realpath(self.directory) else self.directory
+        change = f"cd {shlex.quote(there)} && " if there else ""
+        variable = f"{RUN_ID_VARIABLE}={shlex.quote(self.run_id)} " if self.run_id else ""
+        return f"{change}{variable}{shlex.join(self.words)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

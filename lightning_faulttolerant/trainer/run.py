@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from lightning_faulttolerant.checkpoint.autosave_names import fit_folders, fit_number
 from lightning_faulttolerant.checkpoint.lock import LOCK_NAME
 from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.process_end import call_at_end
@@ -132,7 +133,7 @@ class Run:
 
     def fits(self, record: RunRecord) -> dict[int, FitRecord | None]:
         """Return the fits that have autosaves, by number; ``None`` where `record` does not know how one started."""
-        return {_number(name): record.fits.get(_number(name)) for name in self._fits()}
+        return {fit_number(name): record.fits.get(fit_number(name)) for name in self._fits()}
 
     def begin_fit(self, *, keep_last: int, number: int | None = None) -> AutosaveSeries:
         """Return the autosaves of a fit.
@@ -151,7 +152,7 @@ class Run:
 
     def later_autosaves(self) -> list[str]:
         """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
-        later = [name for name in self._fits() if _number(name) > self.fit]
+        later = [name for name in self._fits() if fit_number(name) > self.fit]
         return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 
     def end_fit(self, number: int | None = None) -> None:
@@ -229,7 +230,7 @@ class Run:
         remove_record(self.directory)
 
     def _fits(self) -> list[str]:
-        return sorted((name for name in self._store.listing().folders if name.startswith("fit-")), key=_number)
+        return fit_folders(self._store.listing().folders)
 
     def _remove_if_empty(self) -> None:
         try:
@@ -240,11 +241,6 @@ class Run:
 
 def _is_held() -> None:
     """Do nothing: the script's process would be the one to find out."""
-
-
-def _number(name: str) -> int:
-    number = name.removeprefix("fit-")
-    return int(number) if number.isdecimal() else 0
 
 
 _runs: dict[str, Run] = {}

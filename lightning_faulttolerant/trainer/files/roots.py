@@ -6,11 +6,12 @@ A path below one that has changed stands for the same path below that of the fir
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.runs.starts import hydra_config
 
 DEFAULT_ROOT_DIR = "default_root_dir"
 _HYDRA = "hydra.runtime.output_dir"
@@ -85,10 +86,8 @@ def _is_changed(saved: str, now: str, autosave: str) -> bool:
 
 
 def _hydra_output_dir() -> str | None:
-    hydra = sys.modules.get("hydra.core.hydra_config")  # where nobody has imported it, nobody has started it
-    if hydra is None or not hydra.HydraConfig.initialized():
-        return None
-    return str(hydra.HydraConfig.get().runtime.output_dir)
+    hydra = hydra_config()
+    return None if hydra is None else str(hydra.runtime.output_dir)
 
 
 def _below(path: str, root: str) -> str | None:

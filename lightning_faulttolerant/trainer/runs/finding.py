@@ -14,9 +14,8 @@ import time
 from dataclasses import dataclass
 from itertools import chain, count
 
-from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
-from lightning_faulttolerant.checkpoint.store import is_url, open_store
+from lightning_faulttolerant.checkpoint.store import open_store
 from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.records.registry import Entry, Registry
@@ -28,7 +27,7 @@ from lightning_faulttolerant.trainer.runs import trials
 from lightning_faulttolerant.trainer.runs.fingerprint import StartFingerprint
 from lightning_faulttolerant.trainer.runs.matching import Match, match_fit
 from lightning_faulttolerant.trainer.runs.places import registry_of_process
-from lightning_faulttolerant.trainer.runs.recorded import read_record, write_record
+from lightning_faulttolerant.trainer.runs.recorded import autosaves_of, read_record, write_record
 from lightning_faulttolerant.trainer.runs.starts import Start, hydra_config, start_of_process
 from lightning_faulttolerant.trainer.runs.told import Interrupted, discard_line, tell_interrupted, tell_passed_over
 from lightning_faulttolerant.trainer.telling import tell
@@ -113,7 +112,7 @@ class Finder:
             return self._open_one_of_many()
         default = directory_of(self._dirpath, self._run_id)
         directory = _continued.get(default, default)
-        if run_of_process(directory) is not None or _has_autosaves(directory):
+        if run_of_process(directory) is not None or autosaves_of(directory):
             return self._open_patiently(directory)
         elsewhere = self._elsewhere(default)
         run = None if elsewhere is None else self._continue(elsewhere)
@@ -142,7 +141,7 @@ class Finder:
         except (RunInUseError, CheckpointError, OSError) as error:
             tell(f"This run has a directory of its own: {error}")
             return None
-        if _has_autosaves(directory):
+        if autosaves_of(directory):
             return run
         run.give_back()
         return None
@@ -224,7 +223,7 @@ class Finder:
         """The interrupted runs of this script in the registry, without those that this process has."""
         entries = [] if self._registry is None else self._registry.entries()
         own = [entry for entry in entries if entry.command.name == self._start.command.name]
-        return [e for e in own if run_of_process(e.directory) is None and _has_autosaves(e.directory)]
+        return [e for e in own if run_of_process(e.directory) is None and autosaves_of(e.directory)]
 
     @functools.cached_property
     def _siblings(self) -> dict[str, Command]:
@@ -237,7 +236,7 @@ class Finder:
         names = [name for name in folders if name.startswith(f"{stem}-")][-_MAX_SIBLINGS:]
         paths = [path for name in names if run_of_process(path := directory_of(self._dirpath, name)) is None]
         records = {path: record for path in paths if (record := read_record(path)) is not None}
-        return {path: record.command for path, record in records.items() if _has_autosaves(path)}
+        return {path: record.command for path, record in records.items() if autosaves_of(path)}
 
     def _match(self, run: Run, record: RunRecord) -> Match:
         fits = run.fits(record)
@@ -282,18 +281,6 @@ def _opened(directory: str, script: Script) -> Run | RunInUseError:
         return open_directory(directory, script)
     except RunInUseError as error:
         return error
-
-
-def _has_autosaves(directory: str) -> bool:
-    """Return whether a run has an autosave to continue from."""
-    if not is_url(directory) and not os.path.isdir(directory):
-        return False
-    try:
-        store = open_store(directory)
-        folders = [name for name in store.listing().folders if name.startswith("fit-")]
-        return any(AUTOSAVE_NAME.fullmatch(name) for folder in folders for name in store.folder(folder).names())
-    except Exception:  # noqa: BLE001 - clients of stores have errors of their own; who opens the run hears of it
-        return False
 
 
 def _num_of(dirpath: str, prefix: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from lightning_faulttolerant.records.ledger import DRILL_VARIABLE
-from lightning_faulttolerant.records.registry import FOLDER, VARIABLE, Registry
+from lightning_faulttolerant.records.registry import VARIABLE, Registry, registry_at
 from lightning_faulttolerant.trainer.runs.starts import start_directory
 
 _OF_PYTEST = "PYTEST_CURRENT_TEST"
@@ -19,9 +19,7 @@ def registry_of_process(start_directory: str) -> Registry | None:
     """
     if os.environ.get(DRILL_VARIABLE):
         return None
-    if os.environ.get(VARIABLE):
-        return Registry(os.path.abspath(os.path.expanduser(os.environ[VARIABLE])))
-    return None if _OF_PYTEST in os.environ else Registry(os.path.join(start_directory, FOLDER))
+    return registry_at(start_directory) if os.environ.get(VARIABLE) or _OF_PYTEST not in os.environ else None
 
 
 def unregister(directory: str) -> None:

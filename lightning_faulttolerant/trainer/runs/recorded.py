@@ -1,11 +1,13 @@
-"""The record of a run in its directory, here or in an object store: ``run.json``."""
+"""What is in the directory of a run, here or in an object store: its record, ``run.json``, and its autosaves."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 
-from lightning_faulttolerant.checkpoint.store import open_file, open_store
+from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME, fit_folders
+from lightning_faulttolerant.checkpoint.store import is_url, open_file, open_store
 from lightning_faulttolerant.errors import CheckpointError
 from lightning_faulttolerant.records.runs import FILE_NAME, RunRecord, record_from_json
 
@@ -38,3 +40,19 @@ def remove_record(directory: str) -> None:
     """Remove the record of a run, if there is one."""
     with contextlib.suppress(FileNotFoundError):
         open_store(directory).delete(FILE_NAME)
+
+
+def autosaves_of(directory: str) -> list[tuple[str, str]]:
+    """Return the autosaves of a run, each as the name of its fit's directory and its own; none if none can be listed.
+
+    Args:
+        directory: Of the run, as a path or a URL.
+    """
+    if not is_url(directory) and not os.path.isdir(directory):
+        return []
+    try:
+        store = open_store(directory)
+        folders = fit_folders(store.listing().folders)
+        return [(one, name) for one in folders for name in store.folder(one).names() if AUTOSAVE_NAME.fullmatch(name)]
+    except Exception:  # noqa: BLE001 - clients of stores have errors of their own; who opens the run hears of it
+        return []

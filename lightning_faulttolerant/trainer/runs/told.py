@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_faulttolerant.checkpoint.autosave_names import AUTOSAVE_NAME
-from lightning_faulttolerant.checkpoint.store import is_url, open_store
-from lightning_faulttolerant.errors import CheckpointError, FingerprintMismatchError
+from lightning_faulttolerant.checkpoint.store import is_url
+from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.runs.matching import Match
 from lightning_faulttolerant.trainer.runs.places import registry_of_process
-from lightning_faulttolerant.trainer.runs.recorded import read_record
+from lightning_faulttolerant.trainer.runs.recorded import autosaves_of, read_record
 from lightning_faulttolerant.trainer.runs.starts import start_directory
 from lightning_faulttolerant.trainer.telling import tell
 
@@ -51,10 +51,11 @@ def tell_interrupted(runs: Sequence[Interrupted], command: Command) -> None:
     when = f", saved {datetime.datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M}" if saved_at else ""
     match = AUTOSAVE_NAME.fullmatch(name)
     place = f" at epoch {match['epoch']}, batch {match['batch']}" if match else ""
+    line = newest.command.line(here=command.directory)
     more = f" There are {len(runs) - 1} more." if len(runs) > 1 else ""
     tell(
         f"This fit starts from the beginning. An interrupted run of {command.name} is{place}{when}:"
-        f" {_difference(newest.command, command)}.{more} To continue it, type: {_line(newest, command)}, or set"
+        f" {_difference(newest.command, command)}.{more} To continue it, type: {line}, or set"
         f" {RUN_ID_VARIABLE}={shlex.quote(os.path.basename(newest.directory))}"
     )
 
@@ -110,13 +111,7 @@ def discard_line(directory: str) -> str:
 
 def _newest(directory: str) -> tuple[float, str]:
     """Return when the newest autosave of a run was saved, as far as that is known, and its name."""
-    store = open_store(directory)
-    try:
-        folders = [name for name in store.listing().folders if name.startswith("fit-")]
-        names = [(folder, name) for folder in folders for name in store.folder(folder).names()]
-    except (OSError, CheckpointError):
-        return 0.0, ""
-    found = [(folder, name) for folder, name in names if AUTOSAVE_NAME.fullmatch(name)]
+    found = autosaves_of(directory)
     if is_url(directory):
         return (0.0, found[-1][1]) if found else (0.0, "")
     return max(((_saved_at(os.path.join(directory, *one)), one[1]) for one in found), default=(0.0, ""))
@@ -137,9 +132,3 @@ def _difference(one: Command, other: Command) -> str:
     if one.script != other.script:
         return f"it is of {one.script}, and starts differently"
     return "it starts differently"
-
-
-def _line(run: Interrupted, command: Command) -> str:
-    """Return what to type to continue a run."""
-    line = run.command.line()
-    return line if run.command.directory == command.directory else f"cd {shlex.quote(run.command.directory)} && {line}"
