@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import sys
 from dataclasses import dataclass, field
 
+from lightning_faulttolerant.checkpoint.autosave_names import fit_number
 from lightning_faulttolerant.checkpoint.locks import open_lock
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store
 from lightning_faulttolerant.cli import found, verdict
@@ -29,8 +29,6 @@ is being trained is left alone.
 EPILOG = """\
 Exit status: 0 done, 1 a run is in use and was left alone, 2 something could not be read or deleted.
 """
-
-_FIT_NAME = re.compile(r"fit-\d+")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,7 +157,7 @@ def _series(what: found.Found) -> dict[str, list[FoundFile]]:
 def _run_directory(folder: str) -> str:
     """Return the directory that is locked while a run writes into `folder`."""
     name = folder.rstrip("/").rpartition("/")[2]
-    return _parent(folder) if _FIT_NAME.fullmatch(name) else folder
+    return _parent(folder) if fit_number(name) else folder
 
 
 def _parent(folder: str) -> str:

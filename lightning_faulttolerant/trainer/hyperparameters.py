@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import PurePath
 from typing import Any, final
@@ -74,7 +74,7 @@ class Hyperparameters:
         return refused, reported
 
     def _differences(self, then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-        if self._is_ignored(path) or _is_equal(then, now):
+        if is_ignored(path, self._ignored) or _is_equal(then, now):
             return
         if isinstance(then, Mapping) and isinstance(now, Mapping):
             for name in sorted({*then, *now}):
@@ -85,17 +85,16 @@ class Hyperparameters:
         else:
             yield path, then, now
 
-    def _is_ignored(self, path: str) -> bool:
-        return any(path == name or path.startswith(f"{name}.") for name in self._ignored)
-
     def tell_passing(self, *_: Any) -> None:
         """Say, once, which of them hold the time or this process's id: the next start has others."""
         if self._has_told:
             return
         self._has_told = True
         now = time.time()
-        leaves = [leaf for leaf in _leaves(self._values, "") if not self._is_ignored(leaf[0])]
-        passing = {path: value for path, value in leaves if is_passing(value, now=now)}
+        found = [
+            leaf for leaf in leaves(self._values, first_items=_FIRST_ITEMS) if not is_ignored(leaf[0], self._ignored)
+        ]
+        passing = {path: value for path, value in found if is_passing(value, now=now)}
         numbers = tuple(path for path, value in passing.items() if not isinstance(value, str))
         advice = ["Strings that differ are only reported."] if len(numbers) < len(passing) else []
         if numbers:
@@ -150,15 +149,27 @@ def _dates(now: float) -> Iterator[str]:
         yield f"{year}{month}{date}"
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "", *, first_items: int | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield what is in nested mappings and lists, by its names.
+
+    Args:
+        value: The outermost.
+        path: Its name.
+        first_items: How many items of a list to look at; all by default.
+    """
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _leaves(item, _joined(path, name))
-    elif isinstance(value, list):
-        for number, item in enumerate(value[:_FIRST_ITEMS]):
-            yield from _leaves(item, _joined(path, number))
+            yield from leaves(item, _joined(path, name), first_items=first_items)
+    elif is_list(value):
+        for number, item in enumerate(value[:first_items]):
+            yield from leaves(item, _joined(path, number), first_items=first_items)
     else:
         yield path, value
+
+
+def is_ignored(path: str, ignored: Collection[str]) -> bool:
+    """Return whether a hyperparameter is one that may differ, or lies in one."""
+    return any(path == name or path.startswith(f"{name}.") for name in ignored)
 
 
 def _texts(value: Any, path: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 _OWN = "lightning_faulttolerant"
+_OWN_DIRECTORY = __file__.rpartition(f"{os.sep}{_OWN}{os.sep}")[0] + f"{os.sep}{_OWN}{os.sep}"
 # Before the names of modules: one may be called `module`, `trainer`, or `dataset`, as other objects are.
 _GLOBALS = "globals/"
 
@@ -40,6 +41,11 @@ def is_users_frame(frame: types.FrameType) -> bool:
     """Return whether the code that runs in a frame is of one of the user's modules."""
     module = sys.modules.get(frame.f_globals.get("__name__", ""))
     return module is None or is_users_module(module)
+
+
+def is_users_file(path: str) -> bool:
+    """Return whether a file is neither Python's, nor of an installed package, nor of this one."""
+    return not _is_installed(path) and not path.startswith(_OWN_DIRECTORY)
 
 
 def _is_of_users_module(part: Any) -> bool:

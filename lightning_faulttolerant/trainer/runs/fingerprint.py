@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from lightning_faulttolerant.state.reachable import own_dict
 from lightning_faulttolerant.trainer.compat import datamodule
 from lightning_faulttolerant.trainer.fingerprint import differences, loader_fingerprint, module_fingerprint
-from lightning_faulttolerant.trainer.hyperparameters import is_passing
+from lightning_faulttolerant.trainer.hyperparameters import is_ignored, is_passing, leaves
 from lightning_faulttolerant.trainer.runs.compat import given_loaders
 from lightning_faulttolerant.trainer.runs.trials import trial_of
 
@@ -122,25 +122,11 @@ def _values_of(owner: LightningModule | LightningDataModule, ignored: Collection
     attributes = {name: value for name, value in (own_dict(owner) or {}).items() if not name.startswith("_")}
     for name in _NOT_OWN:
         attributes.pop(name, None)
-    own = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
-    found = {**dict(_leaves(own)), **dict(_leaves(dict(owner.hparams)))}
+    found: dict[str, Any] = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
+    found |= {name: value for name, value in leaves(dict(owner.hparams)) if isinstance(value, (bool, int, float, str))}
     now = time.time()
-    kept = {key: value for key, value in found.items() if not any(_is_in(key, name) for name in ignored)}
-    return {key: _jsonable(value) for key, value in kept.items() if not is_passing(value, now=now)}
-
-
-def _is_in(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
-
-
-def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, flags, and texts in nested mappings and lists, by their names."""
-    if isinstance(values, (Mapping, list, tuple)):
-        pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
-        for name, child in pairs:
-            yield from _leaves(child, f"{path}.{name}" if path else str(name))
-    elif isinstance(values, (bool, int, float, str)):
-        yield path, values
+    kept = {name: value for name, value in found.items() if not is_ignored(name, ignored)}
+    return {name: _jsonable(value) for name, value in kept.items() if not is_passing(value, now=now)}
 
 
 def _jsonable(value: Any) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
+from lightning_faulttolerant.state.objects.users import is_users_file
 
 # The task's number in a job array; a job's own id is another one each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
@@ -162,7 +163,7 @@ def _file_of_caller() -> str | None:
     frame, found = inspect.currentframe(), None
     while frame is not None:
         path = frame.f_code.co_filename
-        if os.path.isfile(path) and _launcher_of(path) is None and not _is_installed(path):
+        if os.path.isfile(path) and is_users_file(path):
             found = path
         frame = frame.f_back
     return found
@@ -170,12 +171,6 @@ def _file_of_caller() -> str | None:
 
 def _main_file() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
-
-
-def _is_installed(path: str) -> bool:
-    """Return whether a file is that of an installed package, or of this one."""
-    roots = [Path(sysconfig.get_path(name)).resolve() for name in _PACKAGES]
-    return any(Path(path).resolve().is_relative_to(root) for root in (*roots, Path(__file__).parents[2]))
 
 
 def _launcher_of(path: str) -> str | None:

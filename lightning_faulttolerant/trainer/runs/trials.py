@@ -6,13 +6,12 @@ import ast
 import inspect
 import linecache
 import sys
-import sysconfig
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_faulttolerant.state.objects.users import is_users_file
 from lightning_faulttolerant.trainer.runs import compat
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frames of their own before Python 3.12
@@ -64,7 +63,7 @@ def is_in_loop() -> bool:
 
     A `while` is how scripts try again.
     """
-    return any(_is_in_loop_of(frame) for frame in _frames() if _is_users(frame.f_code.co_filename))
+    return any(_is_in_loop_of(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename))
 
 
 def _frames() -> Iterator[FrameType]:
@@ -81,11 +80,6 @@ def _module_of(frame: FrameType) -> str:
 def _is_module(frame: FrameType) -> bool:
     """Return whether the variables of a frame are those of a module."""
     return frame.f_code.co_name == "<module>"
-
-
-def _is_users(path: str) -> bool:
-    roots = (sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
-    return not any(Path(path).is_relative_to(root) for root in roots) and "lightning_faulttolerant" not in path
 
 
 def _is_in_loop_of(frame: FrameType) -> bool:
