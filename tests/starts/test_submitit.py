@@ -13,6 +13,7 @@ from tests.starts.started import (
     assert_starts_over,
     continues,
     plain,
+    run_names,
 )
 
 FIT = "lr=0.1"
@@ -41,6 +42,8 @@ def test_two_scripts_with_one_folder(project: Project) -> None:
     """Another script that submits the same fit to the same folder trains it from the beginning."""
     first = project.start("cluster.py", "0.1", interrupt="TERM@4")
     assert_interrupted(first, 4, FIT)
+    names = run_names(project)
+    assert [name.partition("-")[0] for name in names] == ["cluster"], names
     assert_starts_over(project.start("cluster_too.py", "0.1"), name=FIT)
     third = project.start("cluster.py", "0.1")
     assert third.exit_code == 0, third.output

@@ -175,13 +175,23 @@ def _main_file() -> str | None:
 
 def _launcher_of(path: str) -> str | None:
     """Return the launcher that a file belongs to; ``""`` for Python's own files, ``None`` for the user's."""
-    real = Path(path).resolve()
     for name in _PACKAGES:
-        root = Path(sysconfig.get_path(name)).resolve()
-        if real.is_relative_to(root):
-            top = real.relative_to(root).parts[0].removesuffix(".py")
+        inside = _path_inside(path, sysconfig.get_path(name))
+        if inside is not None:
+            top = inside.parts[0].removesuffix(".py")
             return top if top in _LAUNCHERS else None
-    return "" if real.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve()) else None
+    return "" if _path_inside(path, sysconfig.get_path("stdlib")) is not None else None
+
+
+def _path_inside(path: str, directory: str) -> Path | None:
+    """Return the path of a file from a directory, or ``None`` if it lies outside.
+
+    The directory may be reached by a link, and what lies in it may be a link itself, as uv and Bazel install packages.
+    """
+    for file, root in ((Path(path), Path(directory)), (Path(path).resolve(), Path(directory).resolve())):
+        if file.is_relative_to(root):
+            return file.relative_to(root)
+    return None
 
 
 _IMPORTED_IN = _working_directory()

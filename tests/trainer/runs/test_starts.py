@@ -56,6 +56,19 @@ def test_launcher_that_runs_a_function(launcher: str, main: Any) -> None:
     assert start.is_killed_at_end is (launcher == "ray")
 
 
+def test_launcher_that_is_a_link(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installers may put links to their cache where packages are."""
+    packages, cache = tmp_path / "packages", tmp_path / "cache"
+    packages.mkdir()
+    cache.mkdir()
+    (cache / "main.py").touch()
+    (packages / "submitit").symlink_to(cache)
+    paths = {"purelib": packages}
+    monkeypatch.setattr(starts.sysconfig, "get_path", lambda name: str(paths.get(name, tmp_path / name)))
+    main(packages / "submitit" / "main.py")
+    assert start_of_process(["worker.py"], {}).is_one_of_many
+
+
 @pytest.mark.parametrize(
     ("names", "variables", "expected"),
     [
