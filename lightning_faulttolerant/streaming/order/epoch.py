@@ -132,7 +132,7 @@ def _check(given: dict[str, object]) -> None:
 
 def _units(shard_sizes: Sequence[Ints], chosen: Sequence[int], draw: Draw) -> Units:
     """What an epoch reads, without an array of all samples."""
-    key = (draw.seed, draw.epoch) if draw.shuffle and draw.is_balanced else (draw.seed,)
+    key = (draw.seed, draw.epoch) if draw.is_balanced else (draw.seed,)
     of_shards = [
         chosen_of_shards(sizes, count, granularity=draw.granularity, draw=key, stream=stream)
         for stream, (sizes, count) in enumerate(zip(shard_sizes, chosen, strict=True))

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.streaming.order import Weight, epoch_order, shares_of_streams
+from lightning_faulttolerant.streaming.order import Weight, batched_order, epoch_order, shares_of_streams
 from lightning_faulttolerant.streaming.order.mixing import chosen_of_shards
 from lightning_faulttolerant.streaming.order.resampling import samples_of_shards
+from lightning_faulttolerant.streaming.world import World
 from tests.foreign import mosaic
 from tests.streaming.order.theirs import Theirs, their_streams
 
@@ -140,10 +141,35 @@ def read(epoch: int, *, shuffle: bool, method: str) -> set[int]:
 
 
 def test_a_part_of_a_stream_is_drawn_anew_only_if_balanced() -> None:
-    """Other samples in each epoch with "balanced"; the same ones with "fixed", and without shuffle."""
-    assert read(0, shuffle=True, method="balanced") != read(1, shuffle=True, method="balanced")
-    assert read(0, shuffle=True, method="fixed") == read(1, shuffle=True, method="fixed")
-    assert read(0, shuffle=False, method="balanced") == read(1, shuffle=False, method="balanced")
+    """Other samples in each epoch with "balanced", with and without shuffle; the same ones with "fixed"."""
+    for shuffle in (False, True):
+        assert read(0, shuffle=shuffle, method="balanced") != read(1, shuffle=shuffle, method="balanced")
+        assert read(0, shuffle=shuffle, method="fixed") == read(1, shuffle=shuffle, method="fixed")
+
+
+@pytest.mark.parametrize("algorithm", [None, "py1e", "naive"])
+@pytest.mark.parametrize(("batching_method", "batch_size"), [("random", 1), ("stratified", 7), ("per_stream", 4)])
+def test_every_sample_of_a_stream_that_is_read_in_part_comes(
+    batching_method: str, batch_size: int, algorithm: str | None
+) -> None:
+    """Without shuffle, too: over the epochs each sample is read. No batch is left out here."""
+    sizes, weights = [[20, 20], [30]], [Weight(choose=16), Weight(choose=12)]
+    shares = shares_of_streams(weights, [40, 30], seed=1)
+    settings = {"algorithm": algorithm, "seed": 1, "shuffle": False}
+    found: set[int] = set()
+    for epoch in range(40):
+        if batching_method == "random":
+            order = epoch_order(sizes, epoch=epoch, chosen=shares.chosen, **settings)
+        else:
+            batching = {
+                "batching_method": batching_method,
+                "shares": shares,
+                "world": World(),
+                "batch_size": batch_size,
+            }
+            order = batched_order(sizes, epoch=epoch, **batching, **settings)
+        found.update(order.sample_ids(np.arange(order.num_positions)).tolist())
+    assert found - {-1} == set(range(70))
 
 
 def test_which_shards_have_a_sample_more_is_drawn() -> None:
