@@ -15,12 +15,13 @@
     ├── LedgerError                 the ledger can't be written
     ├── DrillFault                  a drill has asked for this exception
     ├── StreamingError              a streaming data set can't be read, or can't deliver what was planned
-    │   ├── IndexFileError              an index is missing, damaged, or names a file outside its directory
+    │   ├── IndexFileError              an index is damaged, or names a file outside its directory
+    │   │   └── MissingIndexError           it is not there (also a FileNotFoundError)
     │   ├── ShardError                  a shard could not be had
-    │   │   ├── MissingShardError           it is not where the index says
-    │   │   ├── DamagedShardError           its size or its hash is not that of the index, downloaded again too
-    │   │   └── CacheLimitError             there is no room for it in the cache, and nothing that may be evicted
-    │   └── UnsafeDataError             a column is pickled, and allow_unsafe_types is off
+    │   │   ├── MissingShardError           it is not where the index says (also a FileNotFoundError)
+    │   │   ├── DamagedShardError           its size or its hash is not that of the index (also a ValueError)
+    │   │   └── CacheLimitError             there is no room for it in the cache (also a ValueError)
+    │   └── UnsafeDataError             a column is pickled, and allow_unsafe_types is off (also a ValueError)
     └── SamplerError                a sampler was used in a way that would lose or repeat samples
         ├── HasNotResetProgressError    another epoch was set in the middle of one
         └── AdvancedTooFarError         more samples were counted than the epoch has
@@ -89,23 +90,27 @@ class IndexFileError(StreamingError):
     """An index is missing or damaged, or names a file outside the directory of its data set."""
 
 
+class MissingIndexError(IndexFileError, FileNotFoundError):
+    """There is no index. As in the original library this is also a ``FileNotFoundError``."""
+
+
 class ShardError(StreamingError):
     """A shard could not be had; the message names it, its address and the attempts."""
 
 
-class MissingShardError(ShardError):
-    """A shard is not where the index says."""
+class MissingShardError(ShardError, FileNotFoundError):
+    """A shard is not where the index says. As in the original library this is also a ``FileNotFoundError``."""
 
 
-class DamagedShardError(ShardError):
+class DamagedShardError(ShardError, ValueError):
     """The size or the hash of a shard is not that of the index, also when it is downloaded again."""
 
 
-class CacheLimitError(ShardError):
+class CacheLimitError(ShardError, ValueError):
     """There is no room for a shard below ``cache_limit``, and nothing that may be evicted."""
 
 
-class UnsafeDataError(StreamingError):
+class UnsafeDataError(StreamingError, ValueError):
     """A column is pickled, so that reading it may run any code, and ``allow_unsafe_types`` is off."""
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lightning_faulttolerant.errors import MissingShardError
 from lightning_faulttolerant.streaming.cache import Need, ShardCache, parse_bytes
 from lightning_faulttolerant.streaming.format.info import ShardInfo
-from lightning_faulttolerant.streaming.format.opening import open_shard
+from lightning_faulttolerant.streaming.format.opening import check_safe, open_shard
 from lightning_faulttolerant.streaming.format.shard import ShardReader
 
 Ids = npt.NDArray[np.int64]
@@ -53,6 +53,8 @@ class Shards:
         limit: int | str | None = None,
     ) -> None:
         self._streams = tuple(streams)
+        for shard in (shard for stream in streams for shard in stream.shards if not allow_unsafe_types):
+            check_safe(shard)
         self._allow_unsafe_types = allow_unsafe_types
         self._limit = None if limit is None else parse_bytes(limit)
         sizes = [shard.num_samples for stream in streams for shard in stream.shards]

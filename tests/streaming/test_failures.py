@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import shutil
 import traceback
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import pytest
 
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import (
+    CacheLimitError,
     DamagedShardError,
     IndexFileError,
+    MissingIndexError,
     MissingShardError,
     ShardError,
     UnsafeDataError,
@@ -168,6 +171,8 @@ def test_a_pickled_column_is_refused(tmp_path: Path, num_workers: int) -> None:
     with MDSWriter(out=directory, columns={"n": "pkl"}) as writer:
         writer.write({"n": 5})
     with _fails(UnsafeDataError, "allow_unsafe_types"):
+        StreamingDataset(directory)
+    with _fails(UnsafeDataError, "allow_unsafe_types"):
         _read(directory, num_workers=num_workers)
     assert StreamingDataset(directory, allow_unsafe_types=True)[0] == {"n": 5}
 
@@ -180,3 +185,23 @@ def test_samples_are_had_by_number_from_a_remote(tmp_path: Path, remote: str) ->
     assert len(shard_paths(tmp_path / "cache")) == 1
     with pytest.raises(ShardError):
         dataset[-1]
+
+
+def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> None:
+    """What was written to catch the original library's errors catches these, and they can be pickled."""
+    with pytest.raises(FileNotFoundError, match="index"):
+        StreamingDataset(str(tmp_path / "nothing"))
+    with pytest.raises(FileNotFoundError, match="index"):
+        StreamingDataset(str(tmp_path / "cache"), str(tmp_path / "nothing"), download_retry=0)
+    shard_paths(remote)[0].unlink()
+    with pytest.raises(FileNotFoundError, match="shard"):
+        _read(remote)
+    with MDSWriter(out=str(tmp_path / "pickled"), columns={"n": "pkl"}) as writer:
+        writer.write({"n": 5})
+    with pytest.raises(ValueError, match="allow_unsafe_types"):
+        StreamingDataset(str(tmp_path / "pickled"))
+    for kind in (CacheLimitError, DamagedShardError, UnsafeDataError):
+        assert issubclass(kind, ValueError)
+    for kind in (CacheLimitError, DamagedShardError, MissingIndexError, MissingShardError, UnsafeDataError):
+        error = pickle.loads(pickle.dumps(kind("text")))
+        assert (type(error), str(error)) == (kind, "text")

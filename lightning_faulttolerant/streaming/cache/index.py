@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.errors import IndexFileError, MissingIndexError
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
@@ -78,7 +78,7 @@ def _read(directory: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise IndexFileError(
+        raise MissingIndexError(
             f"There is no {path}. It says which shards there are, so nothing can be read. Give the directory of a data "
             "set, with its split, or remote= to fetch it from."
         ) from error
@@ -95,7 +95,8 @@ def _download(source: Remote, attempts: Attempts) -> bytes:
         return attempts.run(attempt)
     except FailedError as failed:
         reason = source.without_secrets(str(failed))
-        raise IndexFileError(
+        kind = MissingIndexError if isinstance(failed.__cause__, FileNotFoundError) else IndexFileError
+        raise kind(
             f"The index can't be had from {source.address(INDEX_NAME)}: {reason}. It says which shards there are, so "
             "nothing can be read. Check remote= and the split, and that it can be reached from here."
         ) from failed.__cause__
