@@ -33,7 +33,8 @@ class FaultTolerance(Callback):
             ``s3://bucket/folder``. Default: ``<default_root_dir>/fault_tolerance``.
         run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
         keep_last: How many verified autosaves are kept, at least 1.
-        every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
+        every_n_train_steps: Autosave whenever so many optimizer steps were done; in manual optimization also when so
+            many batches are finished without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
         overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves where no interval is given,
             and that captures in memory may take; 1 means no limit.
