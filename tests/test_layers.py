@@ -28,6 +28,7 @@ LAYERS = (
     ("samplers",),
     ("streaming",),
     ("clients", "errors", "processes", "records"),
+    ("advice",),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
@@ -43,6 +44,7 @@ THIRD_PARTY = {
     "state": {"torch", "torchmetrics"},
     "samplers": {"torch"},
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
+    "advice": set(),
     "clients": {"fsspec"},
     "errors": set(),
     "processes": set(),

@@ -12,12 +12,14 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
 from lightning_faulttolerant.trainer.objects import Registered
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
+from lightning_faulttolerant.trainer.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
@@ -27,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 class FaultTolerance(Callback):
     """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
+
+    Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, where it names them.
 
     Args:
         dirpath: Where the autosaves go: a directory, of which ``~`` is the home directory, or a URL such as
@@ -72,6 +76,7 @@ class FaultTolerance(Callback):
         >>> trainer = Trainer(callbacks=[FaultTolerance()], logger=False)
     """
 
+    @with_options_of_environment
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -176,6 +181,7 @@ class FaultTolerance(Callback):
         """Begin a fit, unless it is one that is nobody's training."""
         if is_switched_off() or not self._is_in_charge(trainer):
             return
+        speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
         check_package(trainer)
         if compat.is_nobodys_training(trainer):
             return
