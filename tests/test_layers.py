@@ -28,7 +28,7 @@ LAYERS = (
     ("samplers",),
     ("streaming",),
     ("clients", "errors", "processes", "records"),
-    ("advice",),
+    ("advice", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
@@ -45,6 +45,7 @@ THIRD_PARTY = {
     "samplers": {"torch"},
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
     "advice": set(),
+    "early_signals": set(),
     "clients": {"fsspec"},
     "errors": set(),
     "processes": set(),

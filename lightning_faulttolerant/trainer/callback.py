@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_faulttolerant.advice import speak_of_variable
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
@@ -117,6 +118,7 @@ class FaultTolerance(Callback):
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # it is checked there
             ledger=checked_ledger(ledger),
         )
+        EARLY.begin(os.environ)
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
         self._log: Any = None
@@ -176,6 +178,8 @@ class FaultTolerance(Callback):
         module = getattr(log, "__self__", None)  # a user's own function in its place has none: setup begins the fit
         if isinstance(module, LightningModule) and module.trainer.state.fn == "fit":
             self._begin(module.trainer)
+        elif isinstance(module, LightningModule):
+            EARLY.give_back()
 
     def _begin(self, trainer: Trainer) -> None:
         """Begin a fit, unless it is one that is nobody's training."""
