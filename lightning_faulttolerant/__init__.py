@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import (
     AdvancedTooFarError,
     CheckpointError,
@@ -107,6 +109,9 @@ _SPELLED_OTHERWISE = {
     "InterruptableDistributedSampler": "InterruptibleDistributedSampler",
     "InterruptableSampler": "InterruptibleSampler",
 }
+
+
+EARLY.begin(os.environ)
 
 
 def __getattr__(name: str) -> Any:

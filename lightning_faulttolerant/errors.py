@@ -33,9 +33,14 @@
 
 from __future__ import annotations
 
+from lightning_faulttolerant.advice import worded
+
 
 class FaultToleranceError(RuntimeError):
     """Base of all errors of this package."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(worded(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class CheckpointError(FaultToleranceError):

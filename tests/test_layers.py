@@ -28,6 +28,7 @@ LAYERS = (
     ("samplers",),
     ("streaming",),
     ("clients", "errors", "processes", "records"),
+    ("advice", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
 
@@ -43,6 +44,8 @@ THIRD_PARTY = {
     "state": {"torch", "torchmetrics"},
     "samplers": {"torch"},
     "streaming": {"torch", "fsspec", "numpy"},  # numpy comes with torchmetrics: docs/decisions/0023
+    "advice": set(),
+    "early_signals": set(),
     "clients": {"fsspec"},
     "errors": set(),
     "processes": set(),

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_faulttolerant.cli.errors import reason_of
 from lightning_faulttolerant.cli.text import safe
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.errors import FaultToleranceError
 
 _PROGRAM = "lightning-faulttolerant"
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 as each command says, 2 wrong usage or something that can't be read, 130 interrupted,
         141 nobody reads the output any more.
     """
+    EARLY.give_back()  # nothing is trained here
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # no name of a file is worth a traceback

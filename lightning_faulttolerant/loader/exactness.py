@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
+from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import why_not_followed as why_foreign_not_followed
 from lightning_faulttolerant.loader.own_position import begins_anew, why_not_followed
@@ -29,7 +30,7 @@ def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
     if reason not in not_exact:
         not_exact.append(reason)
         if get_worker_info() is None:
-            _log.warning(reason)
+            _log.warning(worded(reason))
 
 
 def lacks_generators(paths: list[str]) -> str:

@@ -35,6 +35,7 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEY
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
+from lightning_faulttolerant.trainer.step_count import StepCount
 from lightning_faulttolerant.trainer.telling import tell
 
 _log = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class Autosaver:
         """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
         """Until this time of the clock no autosave is due: a boundary need not ask before."""
-        self.counts_steps = options.every_n_train_steps is not None
+        every = options.every_n_train_steps
+        self._step_count = None if every is None else StepCount(trainer, every)
+        self.counts_steps = every is not None
         """Whether steps say when an autosave is due, not the time."""
         self.save_seconds = 0.0
         """How long the longest save took that was waited for."""
@@ -107,8 +110,8 @@ class Autosaver:
             raise error
         if self._last_step is None:
             return True
-        if self._options.every_n_train_steps is not None:
-            return self._trainer.global_step - self._last_step >= self._options.every_n_train_steps
+        if self._step_count is not None:
+            return self._step_count.is_due()
         return self._budget.now() >= self.due_at and not self._writer.is_busy
 
     @property
@@ -313,6 +316,8 @@ class Autosaver:
     def _note(self, position: Position, began: float, path: str | None = None) -> None:
         seconds = self._budget.spend(began)
         self._last_step, self.due_at = position.global_step, self._next_due_at()
+        if self._step_count is not None:
+            self._step_count.note_save()
         if self._has_failed:  # before that line
             self.due_at = float("-inf")
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)

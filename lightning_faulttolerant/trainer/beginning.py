@@ -163,6 +163,11 @@ class Beginning:
                 " FaultTolerance(dirpath=...) a directory or URL that all of them see."
             )
 
+    @property
+    def source(self) -> str | None:
+        """The checkpoint that the fit started from, if any."""
+        return None if self.choice is None else self.choice.path
+
     def set_aside(self) -> None:
         """Set the autosaves aside that the choice leaves behind."""
         if self.series is not None and self.choice is not None:

@@ -12,12 +12,15 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_faulttolerant.advice import speak_of_variable
+from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off
 from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
 from lightning_faulttolerant.trainer.objects import Registered
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
+from lightning_faulttolerant.trainer.options_variable import option_names, with_options_of_environment
 from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
 from lightning_faulttolerant.trainer.report import ResumeReport
 from lightning_faulttolerant.trainer.session import Session
@@ -28,12 +31,15 @@ _log = logging.getLogger(__name__)
 class FaultTolerance(Callback):
     """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
 
+    Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, where it names them.
+
     Args:
         dirpath: Where the autosaves go: a directory, of which ``~`` is the home directory, or a URL such as
             ``s3://bucket/folder``. Default: ``<default_root_dir>/fault_tolerance``.
         run_id: Names the run in it. Default: ``PL_FAULT_TOLERANT_RUN_ID``, else a hash of script and arguments.
         keep_last: How many verified autosaves are kept, at least 1.
-        every_n_train_steps: Autosave whenever so many optimizer steps were done. Default: see `overhead_budget`.
+        every_n_train_steps: Autosave whenever so many optimizer steps were done; in manual optimization also when so
+            many batches are finished without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
         overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves where no interval is given,
             and that captures in memory may take; 1 means no limit.
@@ -71,6 +77,7 @@ class FaultTolerance(Callback):
         >>> trainer = Trainer(callbacks=[FaultTolerance()], logger=False)
     """
 
+    @with_options_of_environment
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -111,6 +118,7 @@ class FaultTolerance(Callback):
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # it is checked there
             ledger=checked_ledger(ledger),
         )
+        EARLY.begin(os.environ)
         self._options.script.num_callbacks += 1
         self._number = self._options.script.num_callbacks
         self._log: Any = None
@@ -170,11 +178,14 @@ class FaultTolerance(Callback):
         module = getattr(log, "__self__", None)  # a user's own function in its place has none: setup begins the fit
         if isinstance(module, LightningModule) and module.trainer.state.fn == "fit":
             self._begin(module.trainer)
+        elif isinstance(module, LightningModule):
+            EARLY.give_back()
 
     def _begin(self, trainer: Trainer) -> None:
         """Begin a fit, unless it is one that is nobody's training."""
         if is_switched_off() or not self._is_in_charge(trainer):
             return
+        speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
         check_package(trainer)
         if compat.is_nobodys_training(trainer):
             return

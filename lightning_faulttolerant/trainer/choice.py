@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_faulttolerant.advice import worded
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_file
@@ -124,11 +125,9 @@ class _Why:
     def tell(self, path: str, newest: str) -> None:
         """Say it, and how to start from that checkpoint all the same."""
         if self.is_damage:
-            _log.warning(
-                "%s can't be taken, so this run goes on from its newest autosave: %s To start from that file all the"
-                " same, pass FaultTolerance(auto_resume=False) once: the autosaves are then set aside.",
-                path, self.reason,
-            )  # fmt: skip
+            reason = f"{path} can't be taken, so this run goes on from its newest autosave: {self.reason}"
+            advice = "To start from that file all the same, pass FaultTolerance(auto_resume=False) once:"
+            _log.warning("%s %s the autosaves are then set aside.", reason, worded(advice))
         else:
             tell(
                 f"This fit continues from {newest}, the newest autosave of this run: {path} {self.reason}. To start"

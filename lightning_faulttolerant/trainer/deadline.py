@@ -37,12 +37,20 @@ def checked_deadline(deadline: datetime | timedelta | str | None) -> float | Non
     return deadline.timestamp()
 
 
+def duration(text: str) -> timedelta | None:
+    """Return the duration that `text` is, such as ``0:05:00`` or ``2 days, 4:00:00``; ``None`` if it is none."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = found.groups()
+    return timedelta(days=int(days or 0), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
+
+
 def _parsed(text: str) -> datetime | timedelta:
     """Return what `text` says: configuration files have neither a type of their own for."""
-    duration = _DURATION.fullmatch(text)
-    if duration is not None:
-        days, hours, minutes, seconds = duration.groups()
-        return timedelta(days=int(days or 0), hours=int(hours), minutes=int(minutes), seconds=float(seconds))
+    from_now_on = duration(text)
+    if from_now_on is not None:
+        return from_now_on
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text))  # which Python 3.10 does not know
     except ValueError:

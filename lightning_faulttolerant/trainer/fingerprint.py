@@ -157,7 +157,8 @@ def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMis
         + "\n".join(f"  - {line}" for line in lines)
         + f"\n{remedy}".rstrip()
         + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
-        " strict=False to go on with what can be restored, or another run_id to start from the beginning."
+        " strict=False to go on with what can be restored, or FaultTolerance(run_id=...) with another name to start"
+        " from the beginning."
     )
 
 

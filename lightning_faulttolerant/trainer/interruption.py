@@ -13,7 +13,11 @@ from lightning_faulttolerant.trainer.telling import tell
 
 
 def end_interrupted(
-    trainer: Trainer, boundary: Boundary | None, autosaver: Autosaver, exception: BaseException
+    trainer: Trainer,
+    boundary: Boundary | None,
+    autosaver: Autosaver,
+    exception: BaseException,
+    resumed_from: str | None,
 ) -> None:
     """Save what can be saved of a fit that an exception ended, and say so.
 
@@ -22,18 +26,20 @@ def end_interrupted(
         boundary: Saves it; ``None`` if nothing is to be saved.
         autosaver: May be writing behind training still.
         exception: What ended the fit.
+        resumed_from: The checkpoint that the fit started from, if any.
     """
     autosaver.settle()
     is_stop = isinstance(exception, TrainingStopped)
     if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
         _save(boundary, autosaver, exception)
     if isinstance(exception, TrainingStopped):
-        tell_stopped(exception, autosaver.saved)
+        tell_stopped(exception, autosaver.saved, resumed_from)
 
 
-def tell_stopped(exception: TrainingStopped, saved: Position | None) -> None:
-    """Say where a run that was stopped will go on."""
-    place = "from the beginning" if saved is None else str(saved)
+def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_from: str | None) -> None:
+    """Say where a run that was stopped will continue: at its last save, else where this start did."""
+    start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
+    place = start if saved is None else str(saved)
     tell(f"\n{exception.reason}. Run the same command again to go on {place}.")
 
 
@@ -45,4 +51,10 @@ def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) ->
         rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
         return
     if not isinstance(exception, TrainingStopped):
-        tell(f"\n{name}: {'saved' if saved else 'the last autosave stays'}, {autosaver.saved}.")
+        tell(f"\n{name}: {_what_there_is(autosaver.saved, is_new=saved)}.")
+
+
+def _what_there_is(position: Position | None, *, is_new: bool) -> str:
+    if position is None:
+        return "this start has saved nothing yet"
+    return f"{'saved' if is_new else 'the last autosave stays'}, {position}"

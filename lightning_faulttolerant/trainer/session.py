@@ -134,12 +134,12 @@ class Session:
     def interrupt(self, exception: BaseException) -> None:
         """End a fit that an exception ended: save what can be saved, and never hide the exception."""
         self._stopping.interrupt(exception)
-        saves = self._boundary is not None and (self._options.save_on_exception or self._stop.requested is not None)
+        saves, source = self._options.save_on_exception or self._stop.requested is not None, self._beginning.source
         try:
             if self.autosaver is not None:
-                end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception)
+                end_interrupted(self._trainer, self._boundary if saves else None, self.autosaver, exception, source)
             elif isinstance(exception, TrainingStopped):
-                tell_stopped(exception, None)
+                tell_stopped(exception, None, source)
             self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_faulttolerant.early_signals import EARLY, NOTICE, end_by_notice
 from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer import compat, slurm
 from lightning_faulttolerant.trainer.deadline import Deadline
@@ -27,6 +29,7 @@ from lightning_faulttolerant.trainer.stop import (
     REQUEUED_EXIT_CODE,
     StopReason,
     StopSignals,
+    signal_reason,
     stopped_by,
 )
 
@@ -102,6 +105,8 @@ class Stopping:
         self._agreed: str | None = None
         self._is_interrupted = False
         self._is_open = False
+        self._noted_at: float | None = None
+        """When SLURM's notice came, if that was before the fit."""
 
     def connect(self, ranks: Ranks) -> None:
         """Connect the ranks; a collective. From now on the death of one is known to all."""
@@ -123,6 +128,7 @@ class Stopping:
         wrap(loop, "reset", self._wrap_validation_reset)
         wrap(loop, "on_run_end", self._wrap_validation_end)
         wrap(loop, compat.BEFORE_FETCH, self._wrap_before_validation_fetch)
+        wrap(compat.signal_connector(self._trainer), "register_signal_handlers", self._wrap_register)
         wrap(compat.signal_connector(self._trainer), "teardown", self._wrap_teardown)
         self._is_open = True
 
@@ -142,7 +148,18 @@ class Stopping:
             deadline = Deadline(at, save_seconds=save_seconds, progress=self._progress)
             self._mind(deadline)  # it may have passed
             self._watch.looks.append(lambda: self._mind(deadline))
+        if self._noted_at is not None:
+            self._note_early(self._noted_at, requeue)
         self._begin_watch()
+
+    def _note_early(self, noted_at: float, requeue_signal: signal.Signals | None) -> None:
+        """Stop for a notice that came before the fit, or end as without us if it asks for no stop here."""
+        assert NOTICE is not None
+        if NOTICE not in (requeue_signal, *self._options.signals):
+            end_by_notice("Neither stop_signals nor the requeue signal of SLURMEnvironment name it.")
+        reason = signal_reason(NOTICE, requeues=requeue_signal == NOTICE)
+        left = self.signals.grace_seconds - (time.monotonic() - noted_at)
+        self.signals.note(reason, max(left, self.signals.announced_seconds() if reason.requeues else 0.0))
 
     def _begin_watch(self) -> None:
         self.signals.before_hard_end = self._before_hard_end
@@ -297,6 +314,13 @@ class Stopping:
             original()
 
         return before_fetch
+
+    def _wrap_register(self, original: Method) -> Method:
+        def register_signal_handlers() -> None:
+            self._noted_at = EARLY.take()  # or Lightning would take our handler for one of the script's
+            original()
+
+        return register_signal_handlers
 
     def _wrap_teardown(self, original: Method) -> Method:
         def teardown() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE
+from lightning_faulttolerant.trainer.early_stop import follow_trainer
 from lightning_faulttolerant.trainer.environment import read_switch
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def refuse_pytorch_lightning() -> list[Callback]:
         UnsupportedTrainerError: If the environment asks for it, or the Trainer was given a `FaultTolerance`.
     """
     switch = read_switch()
+    follow_trainer(is_on=switch in _ON)
     if switch in _ON:
         raise UnsupportedTrainerError(
             "PL_FAULT_TOLERANT_TRAINING asks for fault tolerance, but this Trainer comes from the pytorch_lightning"
@@ -69,6 +71,7 @@ def callbacks_from_environment() -> list[Callback]:
     switch = read_switch()
     # A run that is switched off is to be compared with one that is not.
     writes_ledger = switch == "off" and bool(os.environ.get(LEDGER_VARIABLE))
+    follow_trainer(is_on=switch in _ON)
     if switch not in _ON and not writes_ledger:
         return []
     from lightning_faulttolerant.trainer.callback import FaultTolerance  # noqa: PLC0415, RUF100

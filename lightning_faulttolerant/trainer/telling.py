@@ -6,6 +6,8 @@ import logging
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_faulttolerant.advice import worded
+
 _package = logging.getLogger("lightning_faulttolerant")
 
 
@@ -15,4 +17,4 @@ def tell(text: str) -> None:
     It is Lightning's logger that says it: by default Python shows of all others warnings only.
     """
     if _package.level <= logging.INFO and not _package.disabled:  # it is 0 where nobody has set it
-        rank_zero_info(text)
+        rank_zero_info(worded(text))

@@ -50,6 +50,32 @@ def test_the_job_script_starts_the_training(tmp_path: Path) -> None:
     assert (EXAMPLES / "slurm" / "train.py").is_file()
 
 
+@pytest.mark.parametrize(
+    ("code", "job", "queued"),
+    [
+        (138, {"SLURM_JOB_ID": "12"}, "requeue 12"),
+        (138, {"SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}, "requeue 10_3"),
+        (0, {"SLURM_JOB_ID": "12"}, ""),
+        (76, {"SLURM_JOB_ID": "12"}, ""),
+        (143, {"SLURM_JOB_ID": "12"}, ""),
+    ],
+)
+def test_the_job_script_queues_itself_again_where_the_signal_came_too_early(
+    code: int, job: dict[str, str], queued: str, tmp_path: Path
+) -> None:
+    """Where SIGUSR1 has ended Python, the script calls scontrol itself; its own exit code stays srun's."""
+    install(tmp_path / "bin", "scontrol")
+    # A task that the signal ends while Python starts: no handler is there yet.
+    ends = "kill -USR1 $$" if code == 138 else f"exit {code}"
+    (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\nbash -c '{ends}'\nexit $?\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), **job}
+    ended = subprocess.run(["bash", EXAMPLES / "slurm" / "train.sbatch"], env=environment, check=False, timeout=60)
+    assert ended.returncode == code
+    called = tmp_path / "bin" / "scontrol.txt"
+    assert (called.read_text().split(" in ")[0] if called.exists() else "") == queued
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
 def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ METRICS = "metrics"
 LOGGED_VALUES = "logged values"
 SURROUNDINGS = "surroundings"
 _MAX_NAMES = 5
+_MONITORED = re.compile(r"(\w+)\.on_\w+[./]")
+"""A column of DeviceStatsMonitor's: its class, the hook that measures, and what is measured."""
 
 COURSE = "course of the run"
 NOT_RESUMED = "not resumed"
@@ -314,10 +317,17 @@ def not_deterministic(mismatch: Mismatch, difference_place: str) -> Cause:
         return Cause(
             part=LOGGED_VALUES,
             text="What is logged differs from run to run, as times and rates do.",
-            advice=tuple(f"--ignore {name!r} passes over it." for name in _logged_names(mismatch)[:_MAX_NAMES]),
+            advice=tuple(f"--ignore {name!r} passes over it." for name in _patterns(_logged_names(mismatch))),
         )
     cause = cause_of(mismatch)
     return Cause(part=cause.part, text=f"The runs differ at {difference_place}.", advice=cause.advice)
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """Return patterns that match `names`: one for all the columns that a monitor prefixes with its own name."""
+    monitors = (_MONITORED.match(name) for name in names)
+    found = [name if monitor is None else f"{monitor[1]}.*" for name, monitor in zip(names, monitors, strict=True)]
+    return list(dict.fromkeys(found))[:_MAX_NAMES]
 
 
 def _logged_names(mismatch: Mismatch) -> list[str]:

@@ -340,7 +340,8 @@ def _too_few(settings: DrillSettings) -> Cause:
         part="too few autosaves",
         text=text,
         advice=(
-            "Let the script save more often: FaultTolerance(every_n_train_steps=...) or overhead_budget=....",
+            "Let the script save more often: FaultTolerance(every_n_train_steps=...), or where it has no callback,"
+            ' PL_FAULT_TOLERANT_OPTIONS="every_n_train_steps=...".',
             "Let the run be longer, or ask for fewer strikes with --kills.",
         ),
     )

@@ -10,7 +10,6 @@ import logging
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_faulttolerant.checkpoint.hard_end import end_process
 from lightning_faulttolerant.errors import RanksLostError, TrainingStopped
 from lightning_faulttolerant.trainer.ranks.agreement import Chair, Member
 from lightning_faulttolerant.trainer.ranks.line import Line
+from lightning_faulttolerant.trainer.ranks.tracebacks import print_traceback
 from lightning_faulttolerant.trainer.stop import StopReason, StopSignals
 
 _log = logging.getLogger(__name__)
@@ -99,9 +99,7 @@ class Watch:
         is_stop = isinstance(exception, TrainingStopped)
         text = str(exception.reason) if isinstance(exception, TrainingStopped) else repr(exception)
         if not is_stop:
-            trace = "".join(traceback.format_exception(exception))
-            sys.stderr.write(f"\n[rank {self._rank}] FaultTolerance: an exception has ended this rank.\n{trace}")
-            sys.stderr.flush()
+            print_traceback(exception, self._rank)
         code = exception.code if isinstance(exception, TrainingStopped) and isinstance(exception.code, int) else 1
         # Who has lost the others has not failed by itself, and may wait for what they have left undone.
         lost = isinstance(exception, RanksLostError)

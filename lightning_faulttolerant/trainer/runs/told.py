@@ -70,8 +70,8 @@ def tell_passed_over(match: Match, *, run_id: str) -> None:
     if match.is_guess and "guess" not in _has_told:
         _has_told.add("guess")
         tell(
-            "This trial starts from the beginning: nothing tells it from other trials of this sweep. Name each,"
-            ' such as FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
+            "This trial starts from the beginning: nothing tells it from other trials of this sweep. Give each"
+            ' a callback FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
         )
     if not match.passed_over or run_id in _has_told:
         return

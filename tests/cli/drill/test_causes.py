@@ -163,6 +163,23 @@ NOT_DETERMINISTIC: dict[str, tuple[str, str, list[Change]]] = {
         "--ignore 'seconds'",
         [at(0, 1, ledger.LOG, metrics={"seconds": OTHER})],
     ),
+    "a monitor's columns": (
+        causes.LOGGED_VALUES,
+        "--ignore 'DeviceStatsMonitor.*' passes over it. --ignore 'seconds' passes over it.",
+        [
+            at(
+                0,
+                1,
+                ledger.LOG,
+                metrics={
+                    "DeviceStatsMonitor.on_train_batch_start/cpu_percent": OTHER,
+                    "DeviceStatsMonitor.on_train_batch_start/cpu_vm_percent": OTHER,
+                    "DeviceStatsMonitor.on_train_batch_end/cpu_percent": OTHER,
+                    "seconds": OTHER,
+                },
+            )
+        ],
+    ),
     "something else": (causes.COURSE, "", [without(ledger.VALIDATED, 0)]),
 }
 

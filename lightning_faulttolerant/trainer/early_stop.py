@@ -1,0 +1,44 @@
+"""Who gets SLURM's notice while a Trainer is built: a Trainer without the callback registers a handler of its own.
+
+Lightning leaves SIGUSR1 alone where it finds a handler, so ours must be gone by then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from typing import Any
+
+from lightning_faulttolerant.early_signals import EARLY
+
+_TRAINERS = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+
+
+def follow_trainer(*, is_on: bool) -> None:
+    """Handle the notice for a Trainer that is being built with the callback; else give it back.
+
+    Args:
+        is_on: Whether the environment adds the callback.
+    """
+    if is_on or _has_callback(_trainer_being_built()):
+        EARLY.begin(os.environ)
+    else:
+        EARLY.give_back()
+
+
+def _has_callback(trainer: Any) -> bool:
+    module = sys.modules.get("lightning_faulttolerant.trainer.callback")
+    callbacks = getattr(trainer, "callbacks", ())
+    return module is not None and any(isinstance(callback, module.FaultTolerance) for callback in callbacks)
+
+
+def _trainer_being_built() -> Any:
+    """Return the Trainer whose constructor this is called from: no argument says it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if any(kind.__module__ in _TRAINERS and kind.__name__ == "Trainer" for kind in type(found).__mro__):
+            return found
+        frame = frame.f_back
+    return None

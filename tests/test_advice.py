@@ -1,0 +1,83 @@
+"""Advice names what its reader can set: an argument in a script, the variable where the callback comes by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_faulttolerant import FaultTolerance, FaultToleranceError
+from lightning_faulttolerant.advice import OPTIONS_VARIABLE, speak_of_variable, worded
+from lightning_faulttolerant.trainer.options_variable import EXAMPLE, option_names
+from tests.docs.sources import messages
+
+NAMES = option_names(FaultTolerance.__init__)
+# Said of what the user has written himself, or of another object's argument of that name.
+NOT_ADVICE = (
+    'worker_rng="per_sample" seeds the samples of loaders, and PL_FAULT_TOLERANT_TRAINING=manual',
+    'worker_rng="per_sample" is not possible for this loader',  # of ResumableDataLoader
+    "async_save=True: autosaves of a strategy that shards are waited for.",
+    "every_n_train_steps=\n\n counts finished batches",
+    "strict=False lets a run go on like that.",  # the drill, which doesn't know where the callback comes from
+    "load_state_dict(..., strict=False)",
+    'FaultTolerance(run_id=f"trial-',
+)
+
+
+@pytest.fixture
+def variable() -> Iterator[None]:
+    """Let messages name the variable."""
+    speak_of_variable(NAMES)
+    yield
+    speak_of_variable(())
+
+
+WORDINGS = [
+    ("Leave it out, or pass strict=False.", 'Leave it out, or set {}="strict=false".'),
+    ("Change it, or pass FaultTolerance(strict=False) to go on.", 'Change it, or set {}="strict=false" to go on.'),
+    ("Start once with FaultTolerance(auto_resume=False), so", 'Start once with {}="auto_resume=false", so'),
+    (
+        "Pass FaultTolerance(dirpath=...) a directory that all see.",
+        'Set {}="dirpath=..." to a directory that all see.',
+    ),
+    ("Pass a path, as FaultTolerance(ledger=...) or so.", 'Pass a path, as {}="ledger=..." or so.'),
+    ('With worker_rng="per_sample" it is', 'With {}="worker_rng=per_sample" it is'),
+    ("pass FaultTolerance(ignore_hyperparameters=('a', 'b.c')).", 'set {}="ignore_hyperparameters=a|b.c".'),
+    ("FaultTolerance(ignore_hyperparameters=(...)).", '{}="ignore_hyperparameters=...".'),
+    ("pass FaultTolerance(elastic=True) or FaultTolerance(keep_last=3)", 'set {}="elastic=true" or {}="keep_last=3"'),
+    # Another object's argument, and values of the user's own.
+    ("Pass persistent_workers=False.", "Pass persistent_workers=False."),
+    ("Some differ: run_id='7', strict=False.", "Some differ: run_id='7', strict=False."),
+]
+
+
+@pytest.mark.usefixtures("variable")
+@pytest.mark.parametrize(("text", "expected"), WORDINGS)
+def test_advice_names_the_variable(text: str, expected: str) -> None:
+    """What could be passed can be set, with the value as the variable takes it, and that is said once."""
+    assert worded(text) == expected.replace("{}", OPTIONS_VARIABLE)
+    assert worded(worded(text)) == worded(text)
+    assert str(FaultToleranceError(text)) == worded(text)
+
+
+@pytest.mark.parametrize("text", [text for text, _ in WORDINGS])
+def test_advice_names_the_argument(text: str) -> None:
+    """In a script that has the callback it stays as it is."""
+    assert worded(text) == text
+    assert str(FaultToleranceError(text)) == text
+
+
+def advice() -> list[str]:
+    """Return the texts of the package that name an argument of the callback with a value."""
+    named = re.compile(rf"\b(?:{'|'.join(NAMES)})=")
+    texts = {text for text in messages() if named.search(text) and not any(own in text for own in NOT_ADVICE)}
+    return sorted(text.replace("\n\n", "...") for text in texts - {EXAMPLE})
+
+
+@pytest.mark.usefixtures("variable")
+@pytest.mark.parametrize("text", advice())
+def test_each_text_of_the_package_is_understood(text: str) -> None:
+    """No advice of the package is left that names an argument where only the variable can be set."""
+    left = re.sub(rf'{OPTIONS_VARIABLE}="[^"]*"', "", worded(text))
+    assert not re.search(rf"\b(?:{'|'.join(NAMES)})=", left), worded(text)

@@ -1,0 +1,111 @@
+"""SLURM's notice before a fit: noted where a fit may follow, and the end of the process where none does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
+NOTICE = "os.kill(os.getpid(), signal.SIGUSR1)"
+
+
+def run(*lines: str, environment: Mapping[str, str] = SLURM) -> subprocess.CompletedProcess[str]:
+    """Run lines of Python in a process of their own."""
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(["import os, signal, sys, time, threading", *lines])],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+IMPORT = "import lightning_faulttolerant"
+SOON = "from lightning_faulttolerant import early_signals; early_signals._WAIT_SECONDS = 0.2"
+
+
+def test_notice_is_noted_and_ends_the_process_if_no_fit_follows() -> None:
+    """The script continues until a fit could begin; then the signal ends it as it would have without us."""
+    ended = run(IMPORT, SOON, NOTICE, "print('continues', flush=True)", "time.sleep(30)")
+    assert ended.returncode == -10
+    assert ended.stdout == "continues\n"
+    assert "SIGUSR1 has come before fit" in ended.stderr
+    assert "the job is not queued again. No fit has begun" in ended.stderr
+
+
+def test_script_that_ends_before_a_fit_ends_as_it_does() -> None:
+    """A script that is done in time has done its work."""
+    assert run(IMPORT, NOTICE, "sys.exit(3)").returncode == 3
+
+
+def test_fit_has_the_end_of_the_job_to_begin() -> None:
+    """Where SLURM tells when the job ends, that is what is waited for."""
+    soon = {**SLURM, "SLURM_JOB_END_TIME": str(int(time.time()) + 12)}
+    began = time.monotonic()
+    ended = run(IMPORT, NOTICE, "time.sleep(30)", environment=soon)
+    assert ended.returncode == -10
+    assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**SLURM, "SLURM_JOB_NAME": "interactive"},
+        {**SLURM, "PL_FAULT_TOLERANT_TRAINING": "0"},
+        {**SLURM, "TORCHELASTIC_RUN_ID": "1"},
+    ],
+)
+def test_elsewhere_the_signal_keeps_its_effect(environment: Mapping[str, str]) -> None:
+    """Outside of a job that Lightning would queue again, and where all is switched off, nothing is handled."""
+    ended = run(IMPORT, NOTICE, "print('continues')", environment=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-10, "", "")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+def test_other_signals_keep_their_effect(name: str) -> None:
+    """What asks for an end before anything is trained gets it at once."""
+    ended = run(IMPORT, f"os.kill(os.getpid(), signal.{name})", "time.sleep(30)")
+    assert ended.returncode != 0
+    assert "FaultTolerance" not in ended.stderr
+
+
+@pytest.mark.parametrize("own", ["signal.SIG_IGN", "lambda *_: print('own')"])
+def test_handler_of_the_script_stays(own: str) -> None:
+    """One that was there before the import is left, and one that comes later replaces ours."""
+    show = "print(signal.getsignal(signal.SIGUSR1) is own)"
+    assert run(f"own = {own}", "signal.signal(signal.SIGUSR1, own)", IMPORT, show).stdout == "True\n"
+    late = [IMPORT, f"own = {own}", "signal.signal(signal.SIGUSR1, own)"]
+    give_back = "from lightning_faulttolerant.early_signals import EARLY; EARLY.give_back()"
+    assert run(*late, give_back, show).stdout == "True\n"
+
+
+def test_child_that_was_forked_ends_at_once() -> None:
+    """A process that the script forks before its fit ends as it would have, and says nothing."""
+    fork = ["child = os.fork()", f"if not child: {NOTICE}; os._exit(0)", "print(os.waitpid(child, 0)[1])"]
+    ended = run(IMPORT, *fork)
+    assert (ended.stdout, ended.stderr) == ("10\n", "")
+
+
+def test_thread_installs_nothing() -> None:
+    """Python sets handlers in the main thread only."""
+    imported = "thread = threading.Thread(target=lambda: __import__('lightning_faulttolerant'))"
+    assert run(imported, "thread.start(); thread.join()", NOTICE).returncode == -10
+
+
+def test_command_line_ends_at_once() -> None:
+    """A listing in a job is no training."""
+    ended = run(
+        "from lightning_faulttolerant.cli import command",
+        "from lightning_faulttolerant.early_signals import EARLY",
+        NOTICE,
+        "command.main(['list'])",
+    )
+    assert ended.returncode == -10
+    assert "no fit of FaultTolerance" in ended.stderr

@@ -1,0 +1,142 @@
+"""SLURM's notice before a fit, with and without the callback: the fit stops, and its job is queued again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.early_signals import EARLY
+from tests.data_sets import NoisyDataset
+from tests.rank_runs import for_ranks
+from tests.runs import Net, fit_net, make_trainer
+from tests.trainer.ranks.test_slurm_jobs import Job
+
+pytestmark = [
+    *for_ranks,
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
+]
+
+
+def notice() -> None:
+    """Let the notice come while the script is still being imported."""
+    # As an import of the package does; ours was before the environment of the job, and ranks of tests have torchrun's.
+    EARLY.begin({name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"})
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def assert_queued_again_at_the_start(job: Job) -> None:
+    """Check that ``scontrol`` was called once, when a verified autosave of the first boundary was there."""
+    assert job.log.read_text().splitlines() == ["requeue 4711"]
+    [autosave] = job.kept.rglob("autosave-*.ckpt")
+    assert load_file(str(autosave))["global_step"] == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fit_stops_and_the_job_is_queued_again(num_ranks: int, tmp_path: Path) -> None:
+    """It stops at its first boundary, saved, with the code of a requeue; the next start is the whole training."""
+    job = Job(tmp_path, num_ranks=num_ranks)
+    with job.start(before=notice, num_sanity_val_steps=0) as processes:
+        ended = processes.wait(seconds=40)
+    assert [each.exit_code for each in ended] == [76] * num_ranks, ended[0].output
+    assert all("train 0" not in each.output for each in ended)
+    assert_queued_again_at_the_start(job)
+    with job.start() as processes:
+        again = processes.wait(seconds=40)
+    assert [each.exit_code for each in again] == [0] * num_ranks, again[0].output
+    assert "Resumed exactly" in again[0].output
+    assert "has trained 16 steps" in again[0].output
+
+
+def test_fit_with_a_sanity_check_stops_in_it(tmp_path: Path) -> None:
+    """There is nothing to save yet; the job is queued again all the same."""
+    job = Job(tmp_path)
+    with job.start(before=notice) as processes:
+        [ended] = processes.wait(seconds=40)
+    assert ended.exit_code == 76, ended.output
+    assert job.log.read_text().splitlines() == ["requeue 4711"]
+
+
+def test_fit_with_the_variable_and_a_callback_of_its_own_stops(tmp_path: Path) -> None:
+    """The callback that the variable adds beside the script's does not take the notice from it."""
+    job = Job(tmp_path)
+    with job.start(before=notice, environment={"PL_FAULT_TOLERANT_TRAINING": "1"}) as processes:
+        [ended] = processes.wait(seconds=40)
+    assert ended.exit_code == 76, ended.output
+
+
+def test_job_that_is_not_queued_again_ends_by_the_signal(tmp_path: Path) -> None:
+    """Where neither SLURM's plugin nor stop_signals wants it, the signal ends the process as it would have."""
+    job = Job(tmp_path)
+    with job.start(before=notice, auto_requeue=False) as processes:
+        [ended] = processes.wait(seconds=40)
+    assert ended.exit_code == -signal.SIGUSR1
+    assert "the job is not queued again" in ended.output
+    assert not job.log.exists()
+
+
+def test_stop_signal_of_the_callback_stops_without_a_requeue(tmp_path: Path) -> None:
+    """A callback that has it among its stop signals stops, saved, with the signal's own code."""
+    job = Job(tmp_path)
+    options = {"stop_signals": ("SIGUSR1",)}
+    with job.start(before=notice, auto_requeue=False, options=options, num_sanity_val_steps=0) as processes:
+        [ended] = processes.wait(seconds=40)
+    assert ended.exit_code == 128 + signal.SIGUSR1, ended.output
+    assert list((tmp_path / "autosaves").rglob("autosave-*.ckpt"))
+
+
+@pytest.fixture
+def in_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Be a task of a job whose notice has not come."""
+    for name, value in {**Job(tmp_path).environment, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    before = signal.getsignal(signal.SIGUSR1)
+    EARLY.begin(os.environ)
+    yield
+    EARLY.take()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.usefixtures("in_job")
+def test_trainer_without_the_callback_handles_the_signal_itself(tmp_path: Path) -> None:
+    """Lightning registers its own handler, as it does where the package is not imported."""
+    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
+    trainer = make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    connector = trainer._signal_connector
+    connector.register_signal_handlers()
+    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL
+    connector.teardown()
+
+
+@pytest.mark.usefixtures("in_job")
+def test_trainer_of_the_variable_handles_the_notice_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the variable alone the notice is handled from the Trainer's constructor on."""
+    EARLY.take()
+    monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
+    make_trainer([], tmp_path, plugins=[SLURMEnvironment()])
+    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
+
+
+@pytest.mark.usefixtures("in_job")
+def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
+    """The fit takes the signal, also from the callback's own start, and leaves the default."""
+    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
+    fit_net([FaultTolerance(tmp_path)], tmp_path, plugins=[SLURMEnvironment()], max_epochs=1)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("in_job")
+def test_run_that_is_no_fit_is_lightnings(tmp_path: Path) -> None:
+    """A validation run with the callback has Lightning's own handler."""
+    trainer = make_trainer([FaultTolerance(tmp_path)], tmp_path, plugins=[SLURMEnvironment()])
+    assert signal.getsignal(signal.SIGUSR1) == EARLY._handle
+    trainer.validate(Net(), DataLoader(NoisyDataset(8)), verbose=False)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

@@ -1,0 +1,55 @@
+"""What is said of a fit that an exception or a signal ends: where the next start continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant import FaultTolerance, TrainingStopped
+from tests.runs import fit_net
+
+
+class StopInSanityCheck(Callback):
+    """Asks the run to stop before anything is trained."""
+
+    def on_sanity_check_start(self, trainer: Trainer, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FailsToSave(Callback):
+    """Raises while the first autosave is made."""
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        raise ZeroDivisionError("in the first save")
+
+
+def ours(directory: Path) -> FaultTolerance:
+    """Return a callback whose run has the same name in each process."""
+    return FaultTolerance(directory, run_id="run")
+
+
+def test_exception_before_anything_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where there is no autosave, none is named."""
+    with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
+        fit_net([ours(tmp_path), FailsToSave()], tmp_path)
+    assert "ZeroDivisionError: this start has saved nothing yet." in caplog.text
+
+
+def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stop in the sanity check leaves the start where it began: at the beginning, or at the autosave before."""
+    with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
+        fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path)
+    assert "Run the same command again to go on from the beginning." in caplog.text
+    from_checkpoint = tmp_path / "given.ckpt"
+    fit_net([], tmp_path, max_epochs=1).save_checkpoint(from_checkpoint)
+    caplog.clear()
+    with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
+        fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path, ckpt_path=from_checkpoint)
+    assert f"Run the same command again to go on from {from_checkpoint}." in caplog.text
