@@ -20,6 +20,7 @@ BUILD := .venv-build/installed.stamp
 DOCS := .venv-docs/installed.stamp
 NEWEST := .venv/installed.stamp
 OLDEST := .venv-oldest/installed.stamp
+LIBRARIES := .venv-libraries/installed.stamp
 # uv installs in seconds what takes pip minutes. It does not read pip's settings, so the Makefile passes them on.
 UV := .venv-uv/bin/uv
 export UV_CACHE_DIR := $(CURDIR)/.venv-uv/cache
@@ -33,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without it, each process would compile again all that it imports: 15 s for torch and Lightning.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help environment demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
+.PHONY: help environment libraries demo bench docs docs-live dist browser try-browser test quick test-all test-slow slow oldest checks lint types compiled format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -78,13 +79,15 @@ test-slow: try-browser slow oldest docs dist  ## what test-all adds: slow tests,
 try-browser:
 	@$(MAKE) --no-print-directory browser || echo "No browser can be installed here: pages are not opened in one." >&2
 
-slow: compiled
+slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
 # Of the tests those that need Lightning: `make test` has tried the others beside the same torch.
 OLDEST_TESTS := law trainer cli examples benchmarks loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
 	.venv-oldest/bin/$(SUITE) -m "not slow" $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
+
+libraries: $(LIBRARIES)  ## make the environment of the libraries whose scripts the slow tests run
 
 checks: $(NEWEST)
 	@$(MAKE) --no-print-directory --output-sync --jobs=2 lint types compiled
@@ -105,7 +108,7 @@ format: $(NEWEST)  ## let ruff format, and mend what it can
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environments and all that was built or cached
-	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf .venv .venv-uv .venv-build .venv-dist .venv-docs .venv-libraries .venv-oldest demo-output dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis lightning_logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: requirements/newest.txt | $(UV)
@@ -133,6 +136,15 @@ $(NEWEST): .venv/torch.stamp pyproject.toml requirements/originals.txt
 
 $(OLDEST): .venv-oldest/torch.stamp pyproject.toml requirements/originals.txt
 	$(call install_package,requirements/oldest.txt)
+
+# Libraries that users train with, and what they need: gigabytes less without the CUDA packages of torch.
+.venv-libraries/torch.stamp: requirements/libraries.txt | $(UV)
+	$(make_environment)
+
+$(LIBRARIES): .venv-libraries/torch.stamp pyproject.toml
+	$(UV) pip install --quiet --python $(@D) --requirement requirements/libraries.txt
+	$(UV) pip install --quiet --python $(@D) --no-deps --editable .
+	touch $@
 
 $(UV):
 	@$(find_python); \

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ _MAX_CHARACTERS = 400_000_000
 _NUM_MEASURED = 64
 _LEVEL = 1
 _KEYS, _VALUES = "keys", "values"
+_UUID = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 
 
 def is_ordered(value: Any) -> bool:
@@ -46,10 +49,15 @@ def is_ordered(value: Any) -> bool:
 def digest(value: Any) -> str:
     """Return what differs where the elements or their order do; of a long list up to 1,024 elements are looked at.
 
+    A UUID that a mapping holds counts as any other one: libraries draw them anew in each process, to name objects.
+
     Raises:
         NotPlainError: If an element is not plain.
     """
-    return " to ".join(_digest(elements) for elements in _lists(value).values())
+    lists = _lists(value)
+    if isinstance(value, dict):
+        lists[_VALUES] = ["UUID" if _is_uuid(each) else each for each in lists[_VALUES]]
+    return " to ".join(map(_digest, lists.values()))
 
 
 def kept_order(value: Any) -> dict[str, Any] | None:
@@ -111,6 +119,10 @@ def _lists(value: Any) -> dict[str, Sequence[Any]]:
     if isinstance(value, dict):
         return {_KEYS: list(value), _VALUES: list(value.values())}
     return {_VALUES: elements_of(value)}
+
+
+def _is_uuid(value: Any) -> bool:
+    return isinstance(value, uuid.UUID) or (isinstance(value, str) and _UUID.fullmatch(value) is not None)
 
 
 def _digest(elements: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,16 @@ def test_texts_tell_values_apart() -> None:
     assert text_of({"b", "a"}) == text_of({"a", "b"})
     assert text_of({"a": 1, "b": 2}) != text_of({"b": 2, "a": 1})
     assert text_of(float("nan")) == text_of(float("nan"))
+
+
+def test_names_that_are_drawn_anew() -> None:
+    """A UUID in a mapping is another one in each process; in a list it is an element, and other texts always count."""
+    one, other = ({"uuid": str(uuid.uuid4()), "key": uuid.uuid4(), "name": "a"} for _ in range(2))
+    assert orders.digest(one) == orders.digest(other)
+    assert orders.digest(one) != orders.digest({**other, "name": "b"})
+    assert orders.digest(one) != orders.digest({**other, "uuid": "b"})
+    assert orders.digest(list(one.values())) != orders.digest(list(other.values()))
+    assert orders.digest({str(uuid.uuid4()): 1}) != orders.digest({str(uuid.uuid4()): 1})
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["array", "tensor"])

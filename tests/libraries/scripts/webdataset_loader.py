@@ -1,0 +1,48 @@
+"""Shards of WebDataset's and its WebLoader, as its documentation uses them."""
+
+import lightning.pytorch as pl
+import torch
+import webdataset as wds
+from sklearn.datasets import load_digits
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 10))
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        loss = torch.nn.functional.cross_entropy(self.model(images.float()), targets)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def write_shards():
+    digits = load_digits()
+    with wds.ShardWriter("digits-%06d.tar", maxcount=20, verbose=0) as sink:
+        for index in range(80):
+            image = torch.tensor(digits.images[index]).flatten() / 16
+            sink.write({"__key__": f"{index:06d}", "image.pth": image, "cls": int(digits.target[index])})
+
+
+if __name__ == "__main__":
+    pl.seed_everything(0)
+    write_shards()
+    dataset = (
+        wds.WebDataset("digits-{000000..000003}.tar", shardshuffle=4)
+        .shuffle(20)
+        .decode()
+        .to_tuple("image.pth", "cls")
+        .batched(8)
+    )
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
+    loader = loader.unbatched().shuffle(20).batched(8).with_epoch(10)
+    model = Classifier()
+    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", enable_progress_bar=False, logger=False)
+    trainer.fit(model, loader)
+    print("loss", trainer.callback_metrics["train_loss"].item())
+    print("weights", sum(p.double().sum() for p in model.parameters()).item())

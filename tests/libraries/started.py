@@ -1,0 +1,141 @@
+"""Starts scripts as the documentation of libraries writes them, unchanged, protected by the environment variable alone.
+
+They run in ``.venv-libraries`` (``make libraries``), each start forked from a process that has imported the libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+PYTHON = ROOT / ".venv-libraries" / "bin" / "python"
+PROTECTED = {"PL_FAULT_TOLERANT_TRAINING": "1"}
+_RESULTS = frozenset({"elbo", "forecast", "history", "latent", "loss", "metrics", "params", "prediction", "predictions",
+                      "results", "weights", "LSTM", "NHITS"})  # fmt: skip
+"""The first word of each line that a script prints itself, after its training."""
+_END_SECONDS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """What became of one start of a script.
+
+    Args:
+        exit_code: Of the process; minus the signal that killed it.
+        weights: A checksum of the weights after each training batch.
+        output: All that was printed.
+    """
+
+    exit_code: int
+    weights: list[str]
+    output: str
+
+    @property
+    def results(self) -> list[str]:
+        """What the script prints after its training."""
+        return [line for line in self.output.splitlines() if line.partition(" ")[0] in _RESULTS]
+
+
+class Script:
+    """A script in a directory of its own, and the process from which its starts are forked.
+
+    Args:
+        name: Of a file in ``scripts/``.
+        root: Where the directory is made.
+    """
+
+    def __init__(self, name: str, root: Path) -> None:
+        self._name, self._root, self._directory = name, root, root / "run"
+        self._directory.mkdir()
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_"))}
+        own = {
+            "PYTHONPATH": f"{HERE / 'environment'}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(root),
+            "PWD": str(self._directory),
+            "TQDM_DISABLE": "1",
+        }
+        self._popen = subprocess.Popen(
+            [PYTHON, HERE / "run_scripts.py", HERE / "scripts" / name],
+            env={**inherited, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=self._directory,
+            start_new_session=True,
+        )
+        self._num_starts = 0
+
+    def start(self, **variables: str) -> Started:
+        """Run the script to its end, with more variables in its environment."""
+        self._num_starts += 1
+        shutil.copy(HERE / "scripts" / self._name, self._directory)
+        record, output = (self._root / f"{self._num_starts}.{suffix}" for suffix in ("jsonl", "txt"))
+        environment = {"RECORD": str(record), "INTERRUPT": "", **variables}
+        asked = {"directory": str(self._directory), "variables": environment, "output": str(output)}
+        print(json.dumps(asked), file=self._popen.stdin, flush=True)
+        assert self._popen.stdout is not None
+        code = self._popen.stdout.readline()
+        assert code, f"{self._name} can't be started"
+        lines = record.read_text().splitlines() if record.exists() else []
+        weights = [json.loads(line)["weights"] for line in lines]
+        return Started(exit_code=int(code), weights=weights, output=output.read_text())
+
+    def forget(self) -> None:
+        """Remove all that the starts have written."""
+        for path in self._directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.close()
+        self._popen.wait(_END_SECONDS)
+        self._popen.stdout.close()
+
+
+@contextlib.contextmanager
+def script(name: str, root: Path) -> Iterator[Script]:
+    """Give a script, and end its process."""
+    assert PYTHON.exists(), "the environment of the libraries is missing: make libraries"
+    found = Script(name, root)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def assert_continues(name: str, root: Path) -> None:
+    """Assert that a script that is stopped and then killed trains, in all its starts, what one run trains.
+
+    It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then comes to its end.
+    """
+    with script(name, root) as started:
+        plain = started.start()
+        assert plain.exit_code == 0, plain.output
+        assert len(plain.weights) > 10, plain.output
+        assert len(set(plain.weights)) == len(plain.weights), "the weights don't tell the batches apart"
+        assert plain.results, plain.output
+        started.forget()
+        stopped = started.start(INTERRUPT="TERM@5", **PROTECTED)
+        assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
+        assert stopped.weights == plain.weights[:5], stopped.output
+        killed = started.start(INTERRUPT="KILL@5", **PROTECTED)
+        assert killed.exit_code == -signal.SIGKILL, killed.output
+        assert killed.weights == plain.weights[5:10], killed.output
+        ended = started.start(**PROTECTED)
+        assert ended.exit_code == 0, ended.output
+        assert "Resumed exactly" in ended.output
+        assert 0 < len(ended.weights) < len(plain.weights)
+        assert ended.weights == plain.weights[-len(ended.weights) :], ended.output
+        assert ended.results == plain.results, ended.output

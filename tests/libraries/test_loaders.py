@@ -1,0 +1,17 @@
+"""Libraries with loaders and samplers of their own: their documented scripts continue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.libraries.started import assert_continues
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+
+
+@pytest.mark.parametrize("name", ["lhotse_cuts.py", "monai_thread.py", "timm_loaders.py", "webdataset_loader.py"])
+def test_continues(name: str, tmp_path: Path) -> None:
+    """An unchanged script, under the environment variable."""
+    assert_continues(name, tmp_path)
