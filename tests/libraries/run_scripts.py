@@ -1,7 +1,7 @@
 """Runs starts of one script, each forked from this process, which has imported what the script imports.
 
-``python run_scripts.py SCRIPT`` reads one start from each line of its input: JSON with the directory, the variables, and
-the file for the output; it answers with the exit code. It runs in the environment of the libraries.
+``python run_scripts.py SCRIPT`` reads one start from each line of its input: JSON with the directory, the variables,
+and the file for the output; it answers with the exit code. It runs in the environment of the libraries.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Interrupts a script that is not changed for it, and writes down what it trains: a callback for each of its Trainers.
 
-``RECORD`` is a file that gets a line for each training batch. ``INTERRUPT`` is ``SIGNAL@BATCHES``: after so many batches
-of this process, in all its fits, it gets the signal.
+``RECORD`` is a file that gets a line for each training batch. ``INTERRUPT`` is ``SIGNAL@BATCHES``: the process gets the
+signal after so many batches in all its fits.
 """
 
 import hashlib
