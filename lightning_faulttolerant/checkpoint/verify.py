@@ -37,8 +37,8 @@ _NOT_THERE = (FileNotFoundError, IsADirectoryError)
 _LOAD_ERRORS = (EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 
 _SAFE_LEAVES = (type(None), bool, float, str)
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_CONTAINERS = (dict, OrderedDict, list, tuple)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def verify_path(path: str | os.PathLike[str]) -> Verification:
@@ -233,10 +233,10 @@ def _warn_unverified(verification: str) -> None:
 
 
 def _walk(value: Any, *, place: str, seen: set[int]) -> Iterator[str]:
-    if _is_surely_safe(value):
+    if is_surely_safe(value):
         return
-    if type(value) not in _CONTAINERS:
-        if not _loads_safely(value):
+    if type(value) not in CONTAINERS:
+        if not loads_safely(value):
             yield place
         return
     if id(value) in seen:  # shared, or a list that holds itself
@@ -258,15 +258,17 @@ def _children(container: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(container, "__dict__", {}).items()
 
 
-def _is_surely_safe(value: Any) -> bool:
+def is_surely_safe(value: Any) -> bool:
+    """Return whether a value loads with ``weights_only=True`` whatever it holds; False where that has to be tested."""
     kind = type(value)
-    if kind in _PLAIN_TENSORS:
+    if kind in PLAIN_TENSORS:
         return not value.__dict__  # attributes of a tensor are saved with it: they have to be tested
     # torch writes b"" and very large integers in a way that it does not read: they have to be tested too.
     return kind in _SAFE_LEAVES or (kind is bytes and value != b"") or (kind is int and value.bit_length() < 64)
 
 
-def _loads_safely(value: Any) -> bool:
+def loads_safely(value: Any) -> bool:
+    """Return whether a value loads again with ``weights_only=True``, found out by writing and loading it."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -14,7 +14,7 @@ BLOBS = "blobs"
 _REFERENCE = "blob"
 # Shown under names of their own; the others only with their sizes.
 _SHOWN = ("version", "world_size", "position", "run", "origin", "inexact", "behind", "surroundings", "fingerprint")
-_SIZED = ("ranks", "opaque")
+_SIZED = ("ranks", "opaque", "pickled")
 
 
 def describe(summary: Summary, *, path: str) -> dict[str, Any]:
@@ -46,11 +46,23 @@ def _describe_part(summary: Summary, part: Mapping[Any, Any]) -> dict[str, Any]:
         "ranks": [_rank(summary, state) for state in ranks] if isinstance(ranks, list) else [],
         "lost": _lost(ranks) if isinstance(ranks, list) else {},
         "opaque": {str(name): _size(summary, value)["num_bytes"] for name, value in mapping(part, "opaque").items()},
+        "pickled": _pickled(summary, part),
         "others": {
             str(plain(name)): _size(summary, value)["num_bytes"]
             for name, value in part.items()
             if name not in _SHOWN + _SIZED
         },
+    }
+
+
+def _pickled(summary: Summary, part: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Return the class and the size of each object that only a trusted resume unpickles."""
+    return {
+        str(plain(place)): {
+            "class": str(plain(mapping(part, "pickled", place).get("class"))),
+            "num_bytes": _size(summary, entry)["num_bytes"],
+        }
+        for place, entry in mapping(part, "pickled").items()
     }
 
 

@@ -98,6 +98,8 @@ def _part_lines(part: Mapping[str, Any]) -> Iterator[str]:
         yield _line("hooks to come", hook)
     for name, num_bytes in part["opaque"].items():
         yield _line("kept as bytes", f"{name}, {size_text(num_bytes)}")
+    for place, found in part["pickled"].items():
+        yield _line("object", f"{place}, {found['class']}, {size_text(found['num_bytes'])}; unpickled if trusted")
     for name, num_bytes in part["others"].items():
         if num_bytes:
             yield _line("besides", f"{name}, {size_text(num_bytes)}")

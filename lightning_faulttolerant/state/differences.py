@@ -6,6 +6,7 @@ A state is nested dicts of tensors, bytes, lists and plain values.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from lightning_faulttolerant.state.blobs import tensor_to_blob
 
 _DIGEST_BYTES = 16
+_PLAIN = (type(None), bool, int, float, complex, str)
 _KEYS, _OWN = "keys", "own"
 
 
@@ -75,6 +77,9 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, item)
     elif isinstance(value, bytes):
         digest.update(b"b%d" % len(value) + value)
+    elif not isinstance(value, _PLAIN):  # an object, of which the text may leave things out
+        text = pickle.dumps(value)
+        digest.update(b"o%d" % len(text) + text)
     else:
         text = f"{type(value).__name__}{value!r}".encode()
         digest.update(b"v%d" % len(text) + text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,10 +12,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.background import BackgroundWriter
+from lightning_faulttolerant.checkpoint.opaque import Packed, pack
 from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.staging import Staging
-from lightning_faulttolerant.checkpoint.verify import load_file, load_path, unsafe_paths
-from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
@@ -34,13 +35,14 @@ from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEYS, as_captured, full_state, gather
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
-from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter, without_shards, writer_of
+from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
 from lightning_faulttolerant.trainer.step_count import StepCount
 from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.trust import Trust
 
 _log = logging.getLogger(__name__)
 
-KEY = parts.KEY
+KEY, PICKLED = parts.KEY, parts.PICKLED
 VERSION = 1
 
 
@@ -81,6 +83,9 @@ class Autosaver:
         self._replicas = Replicas(trainer, ranks, strict=options.strict)
         self._shards = writer_of(trainer, series, ranks)
         """What writes the autosaves if a strategy shards; ``None`` if they are files."""
+        self._trust = Trust(options)
+        self._packed = Packed({}, {}, [], {})
+        """The objects of the last save."""
         self._last_step: int | None = None
         """The global step of the last save, done or under way."""
         self.due_at = float("-inf")
@@ -250,13 +255,16 @@ class Autosaver:
         opaque = {key: checkpoint.pop(key) for key in OPAQUE_KEYS if key in checkpoint}
         if capture is not None:
             put_instead(checkpoint, capture.instead(), position, self._trainer)
-        part = self._part_of_all(self._ranks, position, state, checkpoint)
+        packed = pack(checkpoint, leave=() if self._shards is None else IN_SHARDS)
+        self._packed = packed._replace(checkpoint={})  # so that it is not kept until the next save
+        own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
+        part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own})
         if part is None:
-            return None if self._shards is None else checkpoint
+            return None if self._shards is None else packed.checkpoint
         safe = {key: value for key, value in opaque.items() if not unsafe_paths({key: value})}
         rest = {key: _pickled(key, value) for key, value in opaque.items() if key not in safe}
         part["opaque"] = {key: blob_to_tensor(blob) for key, blob in rest.items() if blob is not None}
-        return {**checkpoint, **safe, KEY: part}
+        return {**packed.checkpoint, **safe, KEY: {**part, **own.get(KEY, {})}}
 
     def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         if self._shards is not None:
@@ -273,10 +281,9 @@ class Autosaver:
         if is_first and self._options.async_save:
             tell("async_save=True: autosaves of a strategy that shards are waited for.")
         self._run_state.files.flush()
-        by_first(self._ranks, "check", lambda: _check_loads(without_shards(checkpoint)))
+        by_first(self._ranks, "check", lambda: self._check(without_shards(checkpoint)))
         path = shards.save(checkpoint, position)
-        if is_first:
-            by_first(self._ranks, "load", lambda: load_path(path))
+        by_first(self._ranks, "load", lambda: self._trust.written(self._packed.pool, path, is_first=is_first))
         self._has_saved(position, path)
         self._note(position, began, path)
 
@@ -289,20 +296,24 @@ class Autosaver:
         assert checkpoint is not None
         is_first = self._last_step is None
         self._run_state.files.flush()
-        path = self._write(checkpoint, position)
-        if is_first:
-            load_file(path)
+        path = self._write(checkpoint, position, is_first=is_first)
         self._has_saved(position, path)
         self._note(position, began, path)
         if is_first and self._options.async_save:  # the first copy is not to pay for new memory
             self._writer.start(self._staging.reserve(checkpoint))
 
-    def _write(self, checkpoint: dict[str, Any], position: Position) -> str:
+    def _check(self, checkpoint: Mapping[str, Any]) -> None:
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
-        _check_loads(checkpoint)
+        assert self._series is not None
+        self._trust.check(self._packed, checkpoint, os.fspath(self._series.directory))
+
+    def _write(self, checkpoint: dict[str, Any], position: Position, *, is_first: bool = False) -> str:
+        self._check(checkpoint)
         assert self._series is not None
         epoch, batch, global_step = position.epoch, position.batch, position.global_step
-        return self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
+        path = self._series.save(checkpoint, epoch=epoch, batch=batch, global_step=global_step)
+        self._trust.written(checkpoint[KEY].get(PICKLED, {}), path, is_first=is_first)
+        return path
 
     def _write_behind(self, checkpoint: dict[str, Any], position: Position, began: float, waited: float) -> None:
         try:
@@ -348,14 +359,3 @@ def _pickled(key: str, value: Any) -> bytes | None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         _log.warning("%s can't be pickled and is left out of the autosaves; a resume doesn't need it: %s", key, error)
         return None
-
-
-def _check_loads(checkpoint: Mapping[str, Any]) -> None:
-    paths = unsafe_paths(dict(checkpoint))
-    if paths:
-        raise UnsafeCheckpointError(
-            "These keys of the checkpoint would not load again with torch.load(weights_only=True), so this run could"
-            f" not be resumed: {', '.join(paths)}. Let state_dict, on_save_checkpoint or save_hyperparameters give"
-            " numbers, strings, tensors, lists and dicts only, or allow the type by"
-            " torch.serialization.add_safe_globals."
-        )

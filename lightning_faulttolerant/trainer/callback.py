@@ -16,7 +16,7 @@ from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
 from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.deadline import checked_deadline
-from lightning_faulttolerant.trainer.environment import is_switched_off
+from lightning_faulttolerant.trainer.environment import is_switched_off, read_trust
 from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
 from lightning_faulttolerant.trainer.objects import Registered
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
@@ -64,6 +64,9 @@ class FaultTolerance(Callback):
         ignore_hyperparameters: Names of hyperparameters that may differ from start to start, such as a start time; with
             dots for nested ones, as in ``optimizer.start_time``. What lies below a name is left out, too. Strings may
             differ in any case, and the report says so; other values that differ are refused.
+        trust_autosaves: Whether a resume may unpickle objects that ``torch.load(weights_only=True)`` refuses, which can
+            run any code of whoever wrote the autosave. Default: ``PL_FAULT_TOLERANT_TRUST``, else where nobody but this
+            user and root can write to it.
         ledger: A file to which each batch, each value that loggers receive and each autosave is written as it happens,
             so that two runs can be compared. Default: ``PL_FAULT_TOLERANT_LEDGER``, else none is written.
 
@@ -97,6 +100,7 @@ class FaultTolerance(Callback):
         elastic: bool = False,
         worker_rng: str = "capture",
         ignore_hyperparameters: Sequence[str] = (),
+        trust_autosaves: bool | None = None,
         ledger: str | os.PathLike[str] | None = None,
     ) -> None:
         self._options = Options(
@@ -117,6 +121,7 @@ class FaultTolerance(Callback):
             worker_rng=worker_rng,
             ignore_hyperparameters=ignore_hyperparameters,  # type: ignore[arg-type]  # it is checked there
             ledger=checked_ledger(ledger),
+            trust_autosaves=read_trust() if trust_autosaves is None else trust_autosaves,
         )
         EARLY.begin(os.environ)
         self._options.script.num_callbacks += 1

@@ -1,10 +1,11 @@
-"""The environment variable ``PL_FAULT_TOLERANT_TRAINING``: what it asks for."""
+"""The environment variables ``PL_FAULT_TOLERANT_TRAINING`` and ``PL_FAULT_TOLERANT_TRUST``: what they ask for."""
 
 from __future__ import annotations
 
 import os
 
 VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
+TRUST_VARIABLE = "PL_FAULT_TOLERANT_TRUST"
 _ON = ("1", "automatic")
 _OFF = ("0",)
 _MANUAL = "manual"
@@ -36,3 +37,15 @@ def read_switch() -> str:
     if value.lower() == _MANUAL:
         return _MANUAL
     raise ValueError(f"{VARIABLE} must be 1 or automatic (on), manual, 0 (off) or unset, got {value!r}.")
+
+
+def read_trust() -> bool | None:
+    """Return whether the environment says that autosaves are trusted; ``None`` if it says nothing.
+
+    Raises:
+        ValueError: If the variable has a value that means nothing.
+    """
+    value = os.environ.get(TRUST_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{TRUST_VARIABLE} must be 1 (trusted), 0 (never trusted) or unset, got {value!r}.")
+    return None if value == "" else value == "1"

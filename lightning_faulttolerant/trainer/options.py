@@ -41,6 +41,7 @@ class Options:
     async_save: bool = False
     deadline: float | None = None
     ledger: str | None = None
+    trust_autosaves: bool | None = None
     ignore_hyperparameters: tuple[str, ...] = ()
     made_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -81,6 +82,8 @@ class Options:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.trust_autosaves is not None and not isinstance(self.trust_autosaves, bool):
+            raise TypeError(f"trust_autosaves must be True, False or None, got {self.trust_autosaves!r}.")
         interval = self.train_time_interval
         if interval is not None and not isinstance(interval, timedelta):
             raise TypeError(f"train_time_interval must be a timedelta, such as timedelta(minutes=5); got {interval!r}.")

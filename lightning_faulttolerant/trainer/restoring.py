@@ -13,15 +13,18 @@ from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
 from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.grown import GROWN, GrownBuffers
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.param_groups import GROUPS, ParamGroups
+from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.replaced import REPLACED, Replaced
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.strategy import Loaders
+from lightning_faulttolerant.trainer.trust import Trust
 
 Method = Callable[..., Any]
 
@@ -53,6 +56,7 @@ class Restoring:
         self._loaders = loaders
         self._fingerprint = fingerprint
         self._files = files
+        self._trust = Trust(options)
         self._choice: Choice | None = None
         self._has_started = False
         self.resume: Resume | None = None
@@ -117,7 +121,10 @@ class Restoring:
         if load is not None:
             load()
         loaded, part = compat.loaded_checkpoint(self._trainer), self._choice.part
+        path = str(self._choice.path)
+        self._trust.restore(loaded, (part or {}).get(PICKLED), path)
         self.resume.prepare(loaded)
+        self._trust.restore(loaded, loaded.pop(PICKLED, None), path, leave=SHARED)  # a rank's own
         if self.resume.position is not None and part is not None and "state_dict" in loaded:
             assert self._grown is not None
             captured = (part.get("instead") or {}).get("buffers", {})

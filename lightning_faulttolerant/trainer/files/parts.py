@@ -15,6 +15,8 @@ from lightning_faulttolerant.checkpoint.store import is_url, local_copy
 _log = logging.getLogger(__name__)
 
 KEY = "lightning_faulttolerant"
+PICKLED = "pickled"
+"""The key, in our part, of the objects of Lightning's part that are kept as bytes."""
 MARK = "run"
 """The key under which each checkpoint of a run, in our part, has the run's mark."""
 

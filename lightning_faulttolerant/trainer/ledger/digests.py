@@ -122,7 +122,7 @@ def _attributes(value: Any) -> Any:
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     attributes = own_dict(value)
     if attributes:
-        return dict(attributes)
+        return dict(sorted(attributes.items()))  # a metric that was pickled has them in another order
     text = repr(value)
     return None if " at 0x" in text else text
 

@@ -17,7 +17,7 @@ from lightning_faulttolerant.state.blobs import pack_blobs, unpack_blobs
 from lightning_faulttolerant.state.differences import difference, digests_of, patched
 from lightning_faulttolerant.state.objects.object_state import contents_of
 from lightning_faulttolerant.state.tensors import buffers_state
-from lightning_faulttolerant.trainer.files.parts import KEY
+from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 
@@ -33,7 +33,7 @@ OPAQUE_KEYS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type"
 
 # The same on every rank: weights are synchronised, those that WeightAveraging puts aside too, and loops count together.
 _WEIGHTS = ("state_dict", "current_model_state", "optimizer_states")
-_SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
+SHARED = ("epoch", "global_step", "pytorch-lightning_version", "loops", *_WEIGHTS, KEY)
 
 
 def full_state(
@@ -151,7 +151,9 @@ def _with_found(state: dict[str, Any], found: Any) -> dict[str, Any]:
 
 
 def _lightnings(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in checkpoint.items() if key not in (*_SHARED, *OPAQUE_KEYS)}
+    found = {key: value for key, value in checkpoint.items() if key not in (*SHARED, *OPAQUE_KEYS)}
+    pool = checkpoint.get(KEY, {}).get(PICKLED)
+    return {**found, PICKLED: pool} if pool else found
 
 
 def on_cpu(state: Any) -> Any:

@@ -30,8 +30,9 @@ from lightning_faulttolerant.trainer.telling import tell
 
 _Result = TypeVar("_Result")
 
-# What of a checkpoint the strategy takes out and writes as shards.
-_IN_SHARDS = ("state_dict", "optimizer_states")
+IN_SHARDS = ("state_dict", "optimizer_states")
+"""What of a checkpoint the strategy takes out and writes as shards."""
+
 _SEEN_WITHIN_SECONDS = 60.0
 
 
@@ -128,7 +129,7 @@ def writer_of(trainer: Trainer, series: AutosaveSeries | None, ranks: Ranks) -> 
 
 def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a checkpoint goes into the file beside the shards."""
-    return {key: value for key, value in checkpoint.items() if key not in _IN_SHARDS}
+    return {key: value for key, value in checkpoint.items() if key not in IN_SHARDS}
 
 
 def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None]) -> None:

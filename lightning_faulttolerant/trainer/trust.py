@@ -1,0 +1,143 @@
+"""Which autosaves are trusted: only from those are objects unpickled that ``weights_only=True`` would refuse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from typing import Any, final
+
+from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
+from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
+from lightning_faulttolerant.checkpoint.store import is_url, local_path
+from lightning_faulttolerant.checkpoint.trust import why_not_trusted
+from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
+from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.trainer.environment import TRUST_VARIABLE
+from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
+from lightning_faulttolerant.trainer.options import Options
+
+_log = logging.getLogger(__name__)
+
+_GRANT = f"pass FaultTolerance(trust_autosaves=True) or set {TRUST_VARIABLE}=1"
+
+
+@final
+class Trust:
+    """Says which objects may be in autosaves, and which autosaves may be unpickled.
+
+    Args:
+        options: Whether the user has granted or forbidden it, and whether a refusal is an error.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._known: set[str] = set()
+
+    def why_not(self, path: str) -> str | None:
+        """Return why an autosave or a directory of them is not trusted, ``None`` if it is."""
+        if self._options.trust_autosaves is not None:
+            return None if self._options.trust_autosaves else "trust_autosaves=False forbids it"
+        inside = os.path.join(local_path(path), METADATA_NAME)
+        return why_not_trusted(inside if not is_url(path) and os.path.exists(inside) else path)
+
+    def check(self, packed: Packed, checkpoint: Mapping[str, Any], directory: str) -> None:
+        """Refuse to write what a resume could not load; to be called before that is written.
+
+        Args:
+            packed: What was made of Lightning's checkpoint.
+            checkpoint: All that is to be written.
+            directory: Where to.
+
+        Raises:
+            UnsafeCheckpointError: If something would not load, or, under ``strict``, only from a trusted directory.
+        """
+        _refuse_unsafe(checkpoint, packed.failures)
+        new = packed.pool.keys() - self._known
+        if not new:
+            return
+        self._known |= new
+        if not is_url(directory):
+            os.makedirs(local_path(directory), exist_ok=True)
+        reason = self.why_not(directory)
+        if reason is None:
+            return
+        text = _refusal(packed, reason)
+        if self._options.strict:
+            raise UnsafeCheckpointError(text)
+        _log.warning("%s\nBecause of strict=False the run is saved all the same: its next start needs the trust.", text)
+
+    def written(self, pool: Mapping[str, Any], path: str, *, is_first: bool) -> None:
+        """Let nobody else write to an autosave that holds objects as bytes; show of the first that it can be loaded.
+
+        Args:
+            pool: Those objects.
+            path: The autosave.
+            is_first: Whether it is the first of the fit.
+
+        Raises:
+            CheckpointError: If the first one can't be loaded.
+        """
+        if pool and not is_url(path):
+            for place in (path, os.path.join(path, METADATA_NAME)):
+                if os.path.exists(place):
+                    os.chmod(place, os.stat(place).st_mode & ~(stat.S_IWGRP | stat.S_IWOTH) & 0o7777)
+        if is_first:
+            checkpoint = load_path(path)
+            if pool and self.why_not(path) is None:
+                drawn = rng_state()
+                unpack(checkpoint, checkpoint[KEY][PICKLED])
+                set_rng_state(drawn)
+
+    def restore(self, checkpoint: dict[str, Any], pool: Mapping[str, Any] | None, path: str, **more: Any) -> None:
+        """Put objects back that were kept as bytes.
+
+        Args:
+            checkpoint: What Lightning restores from.
+            pool: Those objects.
+            path: The autosave that they are in.
+            more: As in `unpack`.
+
+        Raises:
+            UnsafeCheckpointError: If there are any, and the autosave is not trusted.
+            CheckpointError: If one can't be made again.
+        """
+        if not pool:
+            return
+        reason = self.why_not(path)
+        if reason is not None:
+            raise UnsafeCheckpointError(
+                f"{path} is not trusted: {reason}. It holds objects as bytes, and to unpickle them can run any code:"
+                f"\n{_listed(pool)}\nIf you trust whoever can write there, {_GRANT}. Else let only yourself write there"
+                " (chmod go-w), if nobody else has."
+            )
+        unpack(checkpoint, pool, **more)
+
+
+def _refuse_unsafe(checkpoint: Mapping[str, Any], failures: Mapping[str, str]) -> None:
+    paths = unsafe_paths(dict(checkpoint))
+    if paths:
+        named = [f"{path} ({failures[path]})" if path in failures else path for path in paths]
+        raise UnsafeCheckpointError(
+            "These keys of the checkpoint would not load again with torch.load(weights_only=True), so this run could"
+            f" not be resumed: {', '.join(named)}. Let state_dict, on_save_checkpoint or save_hyperparameters give"
+            " numbers, strings, tensors, lists and dicts, or objects that can be pickled."
+        )
+
+
+def _refusal(packed: Packed, reason: str) -> str:
+    lines = lines_to_allow(packed.values)
+    allow = "" if lines is None else "\nOr allow the classes before the fit:\n\n    import torch\n    "
+    return (
+        f"These keys of the checkpoint hold objects that torch.load(weights_only=True) refuses:\n{_listed(packed.pool)}"
+        f"\nA resume unpickles them only where nobody else can write, and {reason}. Let only yourself write there"
+        f" (chmod go-w, umask 022), save elsewhere by FaultTolerance(dirpath=...), or, if you trust whoever can write"
+        f" there, {_GRANT}." + allow + "\n    ".join(lines or ())
+    )
+
+
+def _listed(pool: Mapping[str, Any]) -> str:
+    return "\n".join(f"  {place}: {kind}" for place, kind in classes_in(pool).items())

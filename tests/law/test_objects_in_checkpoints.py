@@ -1,0 +1,168 @@
+"""Objects that libraries and hooks put into the checkpoint are resumed as they were, wherever the autosave is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import SpikeDetection
+from sklearn.preprocessing import LabelEncoder, StandardScaler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
+from tests.data_sets import NoisyDataset
+from tests.runs import Cut, Net, assert_goes_on, each_short_cut, fit_net, make_trainer
+
+
+@dataclass
+class Settings:
+    """What a script may describe its data by."""
+
+    folder: Path
+    seen: list[float] = field(default_factory=list)
+
+
+class WithTable(Net):
+    """Keeps its losses in a table, and what it has been fitted to, as pytorch-forecasting and darts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = pd.DataFrame({"loss": [0.0], "name": ["none"]})
+        self.settings = Settings(Path("/data"))
+        self.fitted: dict[str, Any] = {}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("sum of losses", float(self.table["loss"].sum()))
+        self.log("seen", float(len(self.settings.seen)))
+        self.log("mean", float(self.fitted["scaler"].mean_[0]) if self.fitted else -1.0)
+        self.table = pd.concat([self.table, pd.DataFrame({"loss": [loss.item()], "name": [f"batch {batch_idx}"]})])
+        self.settings.seen.append(loss.item())
+        self.fitted["scaler"] = StandardScaler().fit(np.array(self.settings.seen)[:, None])
+        self.fitted["encoder"] = LabelEncoder().fit(self.table["name"])
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["table"] = self.table
+        checkpoint["described"] = {"settings": self.settings, "fitted": self.fitted}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.table = checkpoint["table"]
+        self.settings = checkpoint["described"]["settings"]
+        self.fitted = checkpoint["described"]["fitted"]
+
+
+class Keeps(Callback):
+    """Has a metric and a module in its state, as objects."""
+
+    def __init__(self) -> None:
+        self.metric = MeanMetric()
+        self.slow = nn.Linear(1, 1)
+        with torch.no_grad():
+            self.slow.weight.zero_()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.metric.update(outputs["loss"])
+        with torch.no_grad():
+            self.slow.weight += outputs["loss"]
+        pl_module.log("mean so far", self.metric.compute(), batch_size=4)
+        pl_module.log("slow", self.slow.weight.sum(), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "slow": self.slow, "where": Path("/data")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["where"] == Path("/data")
+        self.metric, self.slow = state_dict["metric"], state_dict["slow"]
+
+
+@each_short_cut
+def test_objects_of_a_module(cut: Cut) -> None:
+    """A DataFrame, encoders, and a dataclass that the module's hooks save go on as they were."""
+    assert_goes_on(cut, module=WithTable)
+
+
+@each_short_cut
+def test_objects_of_a_callback(cut: Cut) -> None:
+    """A metric, a module, and a path in the state of a callback go on as they were."""
+    assert_goes_on(cut, users=lambda: [Keeps()])
+
+
+class Encoded(LightningDataModule):
+    """Fits its encoder once, and takes it from the checkpoint afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder: Any = None
+
+    def setup(self, stage: str) -> None:
+        self.encoder = self.encoder or LabelEncoder().fit([f"class {number}" for number in torch.randperm(9)[:3]])
+
+    def train_dataloader(self) -> Any:
+        offset = sum(int(name[-1]) for name in self.encoder.classes_)
+        return DataLoader(NoisyDataset(20 + 4 * (offset % 2)), batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(4), batch_size=4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"encoder": self.encoder}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.encoder = state_dict["encoder"]
+
+
+def test_encoder_of_a_data_module() -> None:
+    """Its state_dict may hold an encoder."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        trainer = make_trainer(callbacks, directory, max_epochs=1)
+        trainer.fit(Net(), datamodule=Encoded())
+        return trainer
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(3)], options={"every_n_train_steps": 1})
+    assert cost.batch == 3
+
+
+@pytest.mark.parametrize("as_path", [str, Path])
+def test_spike_detection_with_a_path(as_path: Callable[[str], Any]) -> None:
+    """Lightning's own callback saves the path that it was given."""
+
+    def users() -> list[Callback]:
+        return [SpikeDetection(window=4, warmup=2, atol=1e6, rtol=None, exclude_batches_path=as_path("unused.json"))]
+
+    assert_goes_on(Cut(kill=3, every=1, goes_on_at=(0, 3)), users=users)
+
+
+def test_objects_behind_an_exception() -> None:
+    """A capture keeps the state of a callback, objects too, as it was."""
+
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise RuntimeError("once")
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net([Keeps(), *callbacks], directory, module=WithTable())
+
+    [cost] = assert_resumes_exactly(fit, [Fails()], options={"overhead_budget": 1.0, "every_n_train_steps": None})
+    assert (cost.epoch, cost.batch) == (0, 3)
+
+
+def test_written_behind_training() -> None:
+    """With async_save the objects are those of the instant of the save."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        return fit_net([Keeps(), *callbacks], directory, module=WithTable())
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(4)], options={"every_n_train_steps": 1, "async_save": True})
+    assert cost.batch > 0
