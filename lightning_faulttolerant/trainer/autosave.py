@@ -256,7 +256,7 @@ class Autosaver:
         if capture is not None:
             put_instead(checkpoint, capture.instead(), position, self._trainer)
         packed = pack(checkpoint, leave=() if self._shards is None else IN_SHARDS)
-        self._packed = packed._replace(checkpoint={})  # so that it is not kept until the next save
+        self._packed = Packed({}, *packed[1:])  # the checkpoint is not kept until the next save
         own = {KEY: {PICKLED: packed.pool}} if packed.pool else {}
         part = self._part_of_all(self._ranks, position, state, {**packed.checkpoint, **own})
         if part is None:

@@ -1,4 +1,4 @@
-"""Objects that libraries and hooks put into the checkpoint are resumed as they were, wherever the autosave is trusted."""
+"""Objects that libraries and hooks put into the checkpoint are resumed as they were."""
 
 from __future__ import annotations
 

@@ -1,0 +1,372 @@
+"""Objects in an autosave are unpickled only where nobody else could have written it, or the user grants it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from sklearn.preprocessing import LabelEncoder
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.cli.command import main as command_line
+from lightning_faulttolerant.state.blobs import blob_to_tensor
+from lightning_faulttolerant.testing import KillAt
+from tests.processes import Ended, run
+from tests.runs import fit_net
+
+KEY = "lightning_faulttolerant"
+
+
+class Describes(Callback):
+    """Has an encoder and a path in its state, and says what it got back."""
+
+    def __init__(self) -> None:
+        self.encoder = LabelEncoder().fit(["left", "right"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"encoder": self.encoder, "where": Path("/data")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        print("got back", state_dict["encoder"].classes_.tolist(), state_dict["where"], flush=True)
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def fit(directory: Path, *faults: Callback, before: Callable[[], object] = lambda: None, **options: Any) -> Ended:
+    """Run a fit that saves into a directory at each step, killed where `faults` say so."""
+
+    def main() -> None:
+        before()
+        callback = FaultTolerance(directory, every_n_train_steps=1, **options)
+        fit_net([callback, Describes(), *faults], directory.parent, max_epochs=1)
+
+    return run(main)
+
+
+def saved(directory: Path) -> list[Path]:
+    """Return the autosaves of a directory."""
+    return sorted(directory.rglob("autosave-*.ckpt"))
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A directory that only this user can write to."""
+    tmp_path.chmod(0o755)
+    directory = tmp_path / "private"
+    directory.mkdir(mode=0o755)
+    return directory
+
+
+@pytest.fixture
+def shared(tmp_path: Path, private: Path) -> Path:
+    """A directory that everybody can enter and write to; nothing above it is closed to others."""
+    for parent in tmp_path.parents:
+        if parent.is_relative_to("/tmp/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    directory.chmod(0o777)
+    return directory
+
+
+def assert_resumed(ended: Ended) -> None:
+    """Hold a fit to have gone on, with its objects."""
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly before batch 3 of epoch 0" in ended.output
+    assert "got back ['left', 'right'] /data" in ended.output
+
+
+def assert_refused(ended: Ended, reason: str) -> None:
+    """Hold a fit to have ended at its start, with a reason."""
+    assert ended.exit_code == 1
+    assert "UnsafeCheckpointError" in ended.output
+    assert reason in ended.output
+    assert "got back" not in ended.output
+
+
+def test_refused_where_others_write(shared: Path) -> None:
+    """Before any batch, with each key and its class, the directory, and what to do."""
+    ended = fit(shared, KillAt(0))
+    assert_refused(ended, f"{shared} can be written to by everybody (mode 0777)")
+    assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
+    assert "callbacks/Describes/where: pathlib.PosixPath\n" in ended.output
+    assert "FaultTolerance(trust_autosaves=True) or set PL_FAULT_TOLERANT_TRUST=1" in ended.output
+    assert saved(shared) == []
+
+
+def test_the_lines_of_the_refusal_work(shared: Path) -> None:
+    """Pasted into the script they let it run, and its objects are stored as they are."""
+    refused = fit(shared)
+    lines = "\n".join(re.findall(r"^    ((?:import|from) .*|torch\.serialization\..*)$", refused.output, re.MULTILINE))
+    assert "add_safe_globals" in lines
+
+    def paste() -> None:
+        exec(lines, {})
+
+    assert fit(shared, KillAt(3), before=paste).exit_code == -signal.SIGKILL
+    assert_resumed(fit(shared, before=paste))
+
+
+def test_what_the_user_has_allowed_is_stored_plainly(private: Path) -> None:
+    """Where the classes are allowed nothing is kept as bytes, in a trusted directory either."""
+
+    def allow() -> None:
+        torch.serialization.add_safe_globals([type(Path("/data"))])
+
+    assert fit(private, KillAt(3), before=allow).exit_code == -signal.SIGKILL
+    with torch.serialization.safe_globals([type(Path("/data"))]):
+        checkpoint = load_file(saved(private)[-1])
+    assert checkpoint["callbacks"]["Describes"]["where"] == Path("/data")
+    assert list(checkpoint[KEY]["pickled"]) == ["callbacks/Describes/encoder"]
+
+
+@pytest.mark.parametrize("by", ["argument", "variable"])
+def test_granted(by: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument and the environment grant trust wherever the autosaves are."""
+    if by == "variable":
+        monkeypatch.setenv("PL_FAULT_TOLERANT_TRUST", "1")
+    options = {"trust_autosaves": True} if by == "argument" else {}
+    assert fit(shared, KillAt(3), **options).exit_code == -signal.SIGKILL
+    assert_resumed(fit(shared, **options))
+
+
+def test_forbidden(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """trust_autosaves=False is stronger than the rule and than the environment."""
+    monkeypatch.setenv("PL_FAULT_TOLERANT_TRUST", "1")
+    assert_refused(fit(private, trust_autosaves=False), "trust_autosaves=False forbids it")
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    assert_refused(fit(private, trust_autosaves=False), "trust_autosaves=False forbids it")
+
+
+def test_a_store_is_not_trusted_by_itself(private: Path) -> None:
+    """Who may write to a bucket nobody can tell from here."""
+
+    def main(**options: Any) -> None:
+        fit_net([FaultTolerance("memory://runs", **options), Describes()], private, max_epochs=1)
+
+    assert_refused(run(main), "is in a store")
+    assert run(lambda: main(trust_autosaves=True)).exit_code == 0
+
+
+def test_without_strict_it_is_saved_all_the_same(shared: Path) -> None:
+    """A warning says that the next start needs the trust, and it does."""
+    ended = fit(shared, KillAt(3), strict=False)
+    assert ended.exit_code == -signal.SIGKILL
+    assert "Because of strict=False the run is saved all the same" in ended.output
+    assert_refused(fit(shared, strict=False), f"{shared} can be written to by everybody (mode 0777)")
+    assert_resumed(fit(shared, strict=False, trust_autosaves=True))
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_trust_is_looked_at_again_when_a_run_resumes(what: str, private: Path) -> None:
+    """Opened to others between save and resume it is not trusted any more, and no older autosave is taken instead."""
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    newest = saved(private)[-1]
+    place = private if what == "directory" else newest
+    mode = place.stat().st_mode
+    place.chmod(0o777)
+    ended = fit(private)
+    assert_refused(ended, f"{place} can be written to by everybody (mode 0777)")
+    assert f"{newest} is not trusted" in ended.output
+    assert "callbacks/Describes/encoder: sklearn.preprocessing._label.LabelEncoder\n" in ended.output
+    assert saved(private)[-1] == newest
+    place.chmod(mode)
+    assert_resumed(fit(private))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_file_of_somebody_else_is_not_trusted(private: Path) -> None:
+    """A directory that belongs to another user is no place to unpickle from."""
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    os.chown(saved(private)[-1], 12345, 0)
+    assert_refused(fit(private), "belongs to the user 12345")
+
+
+def test_nobody_else_may_write_to_a_file_with_objects(private: Path) -> None:
+    """Whatever the umask is."""
+    assert fit(private, KillAt(3), before=lambda: os.umask(0), trust_autosaves=True).exit_code == -signal.SIGKILL
+    assert {path.stat().st_mode & 0o777 for path in saved(private)} == {0o644}
+
+
+def plant(directory: Path, payload: Path) -> Path:
+    """Let the newest autosave of a directory run something when its objects are unpickled."""
+    path = saved(directory)[-1]
+    checkpoint = load_file(path)
+    checkpoint[KEY]["pickled"]["callbacks/Describes/where"]["pickle"] = blob_to_tensor(pickle.dumps(Payload(payload)))
+    torch.save(checkpoint, path)
+    return path
+
+
+def test_what_others_have_planted_is_never_run(shared: Path, private: Path, tmp_path: Path) -> None:
+    """Not by a resume from a directory that others can write to. Where only the user can it would be."""
+    payload = tmp_path / "run by the payload"
+    assert fit(shared, KillAt(3), trust_autosaves=True).exit_code == -signal.SIGKILL
+    plant(shared, payload)
+    assert_refused(fit(shared), "can be written to by everybody")
+    assert_refused(fit(shared, strict=False), "can be written to by everybody")
+    assert not payload.exists()
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    plant(private, payload)
+    fit(private)
+    assert payload.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect"], ["inspect", "--json"], ["verify"], ["list"], ["report"], ["prune", "--dry-run"]]
+)
+def test_no_command_runs_anything(
+    arguments: list[str], private: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file that a resume would trust either: what is in it is shown by place and class."""
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    path = plant(private, tmp_path / "run by the payload")
+    command_line([*arguments, str(path if arguments[0] in ("inspect", "verify") else private)])
+    assert not (tmp_path / "run by the payload").exists()
+    if arguments == ["inspect"]:
+        shown = capsys.readouterr().out
+        assert "callbacks/Describes/encoder, sklearn.preprocessing._label.LabelEncoder" in shown
+        assert "callbacks/Describes/where, pathlib.PosixPath" in shown
+
+
+def renamed(name: str) -> Any:
+    """Return an object of a class of this name in this module."""
+    kind = type(name, (), {"__module__": __name__, "__qualname__": name})
+    globals()[name] = kind
+    return kind()
+
+
+def test_a_class_that_is_gone_is_named(private: Path) -> None:
+    """The place and the class are, and no older autosave is taken instead."""
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": renamed(self.name)}
+
+        name = "Before"
+
+    class KeepsAfterwards(Keeps):
+        name = "After"
+
+        @property
+        def state_key(self) -> str:
+            return Keeps.__qualname__
+
+    def main(callback: Callback, *faults: Callback) -> None:
+        fit_net([FaultTolerance(private, every_n_train_steps=1), callback, *faults], private, max_epochs=1)
+
+    assert run(lambda: main(Keeps(), KillAt(3))).exit_code == -signal.SIGKILL
+    newest = saved(private)[-1]
+    ended = run(lambda: main(KeepsAfterwards()))
+    assert ended.exit_code == 1
+    assert f"Keeps/own, an object of the class {__name__}.Before, can't be made again from its bytes" in ended.output
+    assert saved(private)[-1] == newest
+
+
+def test_what_can_not_be_pickled_is_named(private: Path) -> None:
+    """A lambda in the checkpoint is refused at the first boundary, with the reason."""
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": lambda: 1, "path": Path("/data")}
+
+    ended = run(lambda: fit_net([FaultTolerance(private), Keeps()], private))
+    assert ended.exit_code == 1
+    assert "would not load again with torch.load(weights_only=True)" in ended.output
+    assert "/own (function: " in ended.output
+
+
+class Fragile:
+    """Can be pickled, and not be made again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_the_first_autosave_shows_that_it_can_be_unpickled(private: Path) -> None:
+    """What pickles and does not come back is found out before any batch."""
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": Fragile()}
+
+    ended = run(lambda: fit_net([FaultTolerance(private), Keeps()], private))
+    assert ended.exit_code == 1
+    assert "can't be made again from its bytes: ValueError" in ended.output
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_checkpoints_of_others_hold_what_they_held(private: Path, tmp_path: Path) -> None:
+    """What ModelCheckpoint writes has the objects themselves, as without us."""
+
+    def main() -> None:
+        writes = ModelCheckpoint(dirpath=tmp_path / "own", save_last=True)
+        fit_net([FaultTolerance(private), Describes(), writes], private, max_epochs=1, enable_checkpointing=True)
+
+    assert run(main).exit_code == 0
+    checkpoint = torch.load(tmp_path / "own" / "last.ckpt", weights_only=False)
+    assert checkpoint["callbacks"]["Describes"]["where"] == Path("/data")
+    assert "pickled" not in checkpoint[KEY]
+
+
+def test_an_autosave_that_the_user_names(private: Path, tmp_path: Path) -> None:
+    """As its ckpt_path a fit gets the objects of an autosave, by the same rule."""
+    assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
+    own = tmp_path / "own.ckpt"
+    own.write_bytes(saved(private)[-1].read_bytes())
+
+    def main() -> None:
+        fit_net([FaultTolerance(tmp_path / "other"), Describes()], tmp_path, max_epochs=1, ckpt_path=own)
+
+    assert_resumed(run(main))
+    own.chmod(0o666)
+    assert_refused(run(main), f"{own} can be written to by everybody")
+
+
+class Draws:
+    """Draws a random number when it is made again."""
+
+    def __setstate__(self, state: Any) -> None:
+        torch.rand(1)
+
+    def __getstate__(self) -> Any:
+        return {"state": 1}
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+
+def test_showing_it_draws_nothing(private: Path) -> None:
+    """The random states are what they were, although the first autosave was unpickled."""
+
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": Draws()}
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.global_step == 1:
+                print("weights", pl_module.layers[0].weight.sum().item(), flush=True)
+
+    def main(*callbacks: Callback) -> None:
+        fit_net([*callbacks, Keeps()], private, max_epochs=1)
+
+    alone, followed = run(main), run(lambda: main(FaultTolerance(private)))
+    line = re.compile(r"weights .*")
+    assert line.findall(alone.output) == line.findall(followed.output) != []
