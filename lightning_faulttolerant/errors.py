@@ -6,7 +6,7 @@
     ├── CheckpointError             something is wrong with files
     │   ├── DamagedCheckpointError      a file does not verify
     │   ├── NoValidCheckpointError      there are autosaves, but none verifies
-    │   ├── UnsafeCheckpointError       a key would not load with weights_only=True
+    │   ├── UnsafeCheckpointError       it holds what weights_only=True refuses, and is not trusted
     │   ├── RunInUseError               another process writes into this run's directory
     │   └── RanksLostError              ranks could not do together what they must do together
     ├── NotExactError               something can't be captured or restored exactly
@@ -56,7 +56,7 @@ class NoValidCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A checkpoint holds a key that would not load again with ``weights_only=True``."""
+    """A checkpoint holds what ``weights_only=True`` refuses, and is not trusted."""
 
 
 class RunInUseError(CheckpointError):

@@ -146,6 +146,8 @@ class Encoder:
         self._take(len(value) if type(value) in (str, bytes) else _ITEM_BYTES)
         if value is None or type(value) in (bool, int, float, str):
             return value
+        if isinstance(value, type) and "<locals>" in value.__qualname__ and not is_users(value):
+            raise LiveError(f"the class {value.__qualname__}, which its library makes when it is first used")
         path = self._graph.path_of(value)
         if path is not None:
             return ["known", path]
