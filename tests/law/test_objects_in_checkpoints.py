@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +24,11 @@ from torchmetrics import MeanMetric
 
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.runs import Cut, Net, assert_goes_on, each_short_cut, fit_net, make_trainer
+from tests.rank_runs import assert_ranks_go_on, for_ranks
+from tests.runs import FIRST_EPOCH, Cut, Net, assert_goes_on, each_short_cut, fit_net, make_trainer
+from tests.sharded import ShardedNet, fsdp2
+
+pytestmark = for_ranks
 
 
 @dataclass
@@ -73,7 +81,7 @@ class Keeps(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.metric.update(outputs["loss"])
         with torch.no_grad():
-            self.slow.weight += outputs["loss"]
+            self.slow.weight.add_(outputs["loss"].item())
         pl_module.log("mean so far", self.metric.compute(), batch_size=4)
         pl_module.log("slow", self.slow.weight.sum(), batch_size=4)
 
@@ -166,3 +174,83 @@ def test_written_behind_training() -> None:
 
     [cost] = assert_resumes_exactly(fit, [KillAt(4)], options={"every_n_train_steps": 1, "async_save": True})
     assert cost.batch > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_each_rank_has_its_own(strategy: str) -> None:
+    """Each rank goes on with the objects of its own callback, in one file and beside shards."""
+    more: dict[str, Any] = {} if strategy == "ddp" else {"module": ShardedNet, "strategy": fsdp2()}
+    assert_ranks_go_on(FIRST_EPOCH, users=lambda: [Keeps()], **more)
+
+
+SCRIPT = """
+import os, signal, sys
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+@dataclass
+class Setup:
+    seen: int
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.setting = Setup(0)
+
+    def training_step(self, batch, batch_idx):
+        self.setting.seen += 1
+        return self.layer(batch[0]).square().mean()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["setting"] = self.setting
+
+    def on_load_checkpoint(self, checkpoint):
+        self.setting = checkpoint["setting"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Killed(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(1)
+    model = Model()
+    loader = DataLoader(TensorDataset(torch.rand(24, 2)), batch_size=4, shuffle=True)
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[Killed()])
+    trainer.fit(model, loader)
+    print("seen", model.setting.seen, type(model.setting) is Setup)
+"""
+
+
+@pytest.mark.slow
+def test_a_class_of_the_script_itself(tmp_path: Path) -> None:
+    """A script run by its name finds its own classes again when it is started again, with nothing but the variable."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PL_FAULT_TOLERANT_TRAINING": "1", "PYTHONPATH": os.getcwd()}
+
+    def start() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script)]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
+        )
+
+    first, second = start(), start()
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    assert second.returncode == 0, second.stderr
+    assert "Resumed exactly" in second.stderr
+    assert "seen 6 True" in second.stdout
