@@ -84,6 +84,7 @@ class Autosaver:
         self._shards = writer_of(trainer, series, ranks)
         """What writes the autosaves if a strategy shards; ``None`` if they are files."""
         self._trust = Trust(options)
+        run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: self._trust.is_trusted_series(series))
         self._packed = Packed({}, {}, [], {})
         """The objects of the last save."""
         self._last_step: int | None = None

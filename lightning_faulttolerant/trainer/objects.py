@@ -116,6 +116,8 @@ class Objects:
         self._warned_of: set[str] = set()
         self.notes: list[str] = []
         """What a report says of a resume besides what is missing."""
+        self.keeps_bytes = False
+        """Whether autosaves may hold as bytes what only its library can read."""
         self._before_sanity_check: ObjectState | None = None
         self._changed_by_sanity_check: Mapping[str, set[str]] = {}
         self._made_by_sanity_check: list[Any] = []
@@ -174,6 +176,7 @@ class Objects:
         if self._state is None:
             return {}
         self._add()
+        self._state.keeps_bytes = self.keeps_bytes
         state = self._state.state_dict()
         state[LOST].update(lost_in_loaders(places))
         for path in (*self._carried_by_hooks(state[LOST]), *_made_again(self._users(), state[LOST])):

@@ -37,6 +37,7 @@ from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport
 from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
 from lightning_faulttolerant.trainer.surroundings import surroundings
 from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.trust import Trust
 
 _log = logging.getLogger(__name__)
 
@@ -354,7 +355,7 @@ class Resume:
             self.admit(self._loaded.put_back(self._weights))
         if self._own_masks is not None:
             self._own_masks.load()
-        missing = run_state.load_state_dict(self._state)
+        missing = run_state.load_state_dict(Trust(self._options).unpickled(self._state, self._path))
         if missing and self._strict:
             raise NotExactError(f"{self._path} can't be restored exactly:\n" + "\n".join(f"  - {m}" for m in missing))
         self._not_exact += missing

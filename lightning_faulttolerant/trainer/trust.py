@@ -11,11 +11,14 @@ from typing import Any, final
 from lightning_faulttolerant.checkpoint.allowing import lines_to_allow
 from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.opaque import Packed, classes_in, unpack
+from lightning_faulttolerant.checkpoint.series import AutosaveSeries
 from lightning_faulttolerant.checkpoint.store import is_url, local_path
 from lightning_faulttolerant.checkpoint.trust import why_not_trusted
 from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
+from lightning_faulttolerant.state.objects.pickles import has_pickles, unpickled
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+from lightning_faulttolerant.trainer.capture import OBJECTS
 from lightning_faulttolerant.trainer.environment import TRUST_VARIABLE
 from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.options import Options
@@ -43,6 +46,31 @@ class Trust:
             return None if self._options.trust_autosaves else "trust_autosaves=False forbids it"
         inside = os.path.join(local_path(path), METADATA_NAME)
         return why_not_trusted(inside if not is_url(path) and os.path.exists(inside) else path)
+
+    def is_trusted_series(self, series: AutosaveSeries | None) -> bool:
+        """Return whether what is written there is trusted now."""
+        if series is None:
+            return False
+        if not is_url(series.directory):
+            os.makedirs(local_path(series.directory), exist_ok=True)
+        return self.why_not(os.fspath(series.directory)) is None
+
+    def unpickled(self, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+        """Return the state of a rank with the objects that its object state holds as bytes.
+
+        Raises:
+            UnsafeCheckpointError: If there are any, and the checkpoint is not trusted.
+        """
+        objects = state.get(OBJECTS) or {}
+        if not has_pickles(objects):
+            return state
+        reason = self.why_not(path)
+        if reason is not None:
+            raise UnsafeCheckpointError(
+                f"{path} is not trusted: {reason}. It holds parts of the object state as bytes, and to unpickle them"
+                f" can run any code. If you trust whoever can write there, {_GRANT}."
+            )
+        return {**state, OBJECTS: unpickled(objects)}
 
     def check(self, packed: Packed, checkpoint: Mapping[str, Any], directory: str) -> None:
         """Refuse to write what a resume could not load; to be called before that is written.

@@ -206,7 +206,7 @@ def test_state_that_would_not_load_raises_at_the_first_boundary(tmp_path: Path) 
         def state_dict(self) -> dict[str, Any]:
             return {"where": Path("/data")}
 
-    ended = run(lambda: fit_net([protected(), Keeps(), Times(tmp_path)], tmp_path))
+    ended = run(lambda: fit_net([protected(trust_autosaves=False), Keeps(), Times(tmp_path)], tmp_path))
     assert ended.exit_code == 1
     assert "UnsafeCheckpointError" in ended.output
     assert "/where" in ended.output

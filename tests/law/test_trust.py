@@ -6,7 +6,8 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +68,25 @@ def saved(directory: Path) -> list[Path]:
 
 
 @pytest.fixture
-def private(tmp_path: Path) -> Path:
+def outside() -> Iterator[Path]:
+    """A directory that others can enter: what lies in pytest's own is out of their reach whatever its mode is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+@pytest.fixture
+def private(outside: Path) -> Path:
     """A directory that only this user can write to."""
-    tmp_path.chmod(0o755)
-    directory = tmp_path / "private"
+    directory = outside / "private"
     directory.mkdir(mode=0o755)
     return directory
 
 
 @pytest.fixture
-def shared(tmp_path: Path, private: Path) -> Path:
-    """A directory that everybody can enter and write to; nothing above it is closed to others."""
-    for parent in tmp_path.parents:
-        if parent.is_relative_to("/tmp/"):
-            parent.chmod(parent.stat().st_mode | 0o055)
-    directory = tmp_path / "shared"
+def shared(outside: Path) -> Path:
+    """A directory that everybody can write to."""
+    directory = outside / "shared"
     directory.mkdir()
     directory.chmod(0o777)
     return directory
@@ -326,10 +331,10 @@ def test_checkpoints_of_others_hold_what_they_held(private: Path, tmp_path: Path
     assert "pickled" not in checkpoint[KEY]
 
 
-def test_an_autosave_that_the_user_names(private: Path, tmp_path: Path) -> None:
+def test_an_autosave_that_the_user_names(private: Path, outside: Path, tmp_path: Path) -> None:
     """As its ckpt_path a fit gets the objects of an autosave, by the same rule."""
     assert fit(private, KillAt(3)).exit_code == -signal.SIGKILL
-    own = tmp_path / "own.ckpt"
+    own = outside / "own.ckpt"
     own.write_bytes(saved(private)[-1].read_bytes())
 
     def main() -> None:

@@ -30,6 +30,7 @@ from lightning_faulttolerant.state.objects.names import (
     found_part,
     found_progress_bar,
 )
+from lightning_faulttolerant.state.objects.pickles import MADE, PICKLED, set_state
 from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError, fill_tensor, new_tensor
 
 _VALUES = {kind.__name__: kind for kind in VALUES}
@@ -93,6 +94,10 @@ class Decoder:
         kind = content[0]
         if kind in ("tensor", "parameter"):
             fill_tensor(value, content)
+        elif kind == MADE and set_state(value, content[1]):
+            return
+        elif kind in (MADE, PICKLED):
+            raise NothingThereError(f"a {type(value).__name__} is there that can't be made what it was by its bytes")
         elif kind == "array":
             _fill_array(value, decode_array(*content[1:4]))
         elif kind == "objects":
@@ -219,6 +224,10 @@ class Decoder:
         if kind == "weak reference":
             referent = self._decode(rest[0])
             return weakref.ref(_Gone() if referent is None else referent)
+        if kind == MADE:
+            return rest[0]
+        if kind == PICKLED:
+            raise NothingThereError(f"a {rest[0]} can't be made again from its bytes")
         raise NothingThereError(f"a {kind} is of a newer version of the package")
 
     def _empty_container(self, kind: str, items: Any, more: Any, *own: Any) -> Any:

@@ -28,8 +28,15 @@ from lightning_faulttolerant.state.objects.aliases import Aliases
 from lightning_faulttolerant.state.objects.graph import Graph, name_of
 from lightning_faulttolerant.state.objects.leaves import encode_array, encode_leaf
 from lightning_faulttolerant.state.objects.names import class_name, method_name, part_name
+from lightning_faulttolerant.state.objects.pickles import Pickles, has_whole_state
 from lightning_faulttolerant.state.objects.plain import plain_of
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, TooLargeError, why_not
+from lightning_faulttolerant.state.objects.uncarried import (
+    CantCarryError,
+    LiveError,
+    OpaqueError,
+    TooLargeError,
+    why_not,
+)
 from lightning_faulttolerant.state.objects.users import is_users
 from lightning_faulttolerant.state.reachable import is_generator
 from lightning_faulttolerant.state.tensors import shard_of
@@ -58,9 +65,12 @@ class Encoder:
         graph: The objects that the fit began with.
         max_bytes: About how much all of it may be.
         has_plain: Whether plain data stands for itself; look at `is_torn` afterwards.
+        keeps_bytes: Whether what only its library can read may be kept as bytes.
     """
 
-    def __init__(self, graph: Graph, *, max_bytes: float = math.inf, has_plain: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, *, max_bytes: float = math.inf, has_plain: bool = False, keeps_bytes: bool = False
+    ) -> None:
         self._graph = graph
         self._aliases = Aliases(graph)
         self._max_bytes = self._bytes_left = max_bytes
@@ -70,8 +80,11 @@ class Encoder:
         self._is_part, self._where = False, ""
         self._has_graphs = True
         self._has_plain = has_plain
+        self._pickles = Pickles(self._is_shared) if keeps_bytes else None
         self._in_plain: set[int] = set()
         self._kept_plain: list[Any] = []
+        self.may_be_handle = False
+        """Whether what only its library can read may be what a data set has opened to read from."""
         self.is_torn = False
         """Whether something refers to a list or dict inside of plain data: encode all again, without ``has_plain``."""
         self.table: list[Any] = []
@@ -103,8 +116,16 @@ class Encoder:
         Raises:
             CantCarryError: As `encode`.
         """
-        encoded: list[Any] = self._or_nothing(self._content, value)
+        encoded: list[Any] = self._or_nothing(self._content_or_bytes, value)
         return encoded
+
+    def _content_or_bytes(self, value: Any) -> list[Any]:
+        try:
+            return self._content(value)
+        except CantCarryError as error:
+            if not has_whole_state(value):
+                raise
+            return self._pickled(value, error)
 
     def _or_nothing(self, encode: Callable[[Any], Any], value: Any) -> Any:
         num_before, bytes_before = len(self.table), self._bytes_left
@@ -171,7 +192,26 @@ class Encoder:
             return ["enum", name, value.name]
         return ["flag", name, self._encode(value.value)]  # several of its members together
 
+    def _is_shared(self, value: Any) -> bool:
+        is_alias = isinstance(value, Tensor) and self._aliases.base_of(value) is not None
+        return is_alias or id(value) in self._numbers or self._graph.path_of(value) is not None
+
+    def _pickled(self, value: Any, reason: CantCarryError) -> list[Any]:
+        """Return the bytes of an object that can't be carried otherwise."""
+        is_handle = isinstance(reason, LiveError) or (self.may_be_handle and isinstance(reason, OpaqueError))
+        if self._pickles is None or is_handle or isinstance(reason, TooLargeError):
+            raise reason
+        if kinds.is_generator(value) or kinds.is_iterator(value) or kinds.is_loader_iterator(value):
+            raise reason
+        if not isinstance(value, torch.nn.Module) and (kinds.is_container(value) or kinds.is_walked(value)):
+            raise reason
+        row = self._pickles.row(value, reason)
+        self._take(len(row[-1]))
+        return row
+
     def _number(self, value: Any) -> int:
+        if self._pickles is not None and self._pickles.has_met(value):
+            raise CantCarryError(f"a {type(value).__name__} that is a part of what only its library can read, too")
         self.is_torn |= id(value) in self._in_plain
         if id(value) not in self._numbers:
             number = self._numbers[id(value)] = len(self.table)
@@ -182,6 +222,12 @@ class Encoder:
 
     def _made(self, value: Any) -> list[Any]:
         """Return how to make an object again."""
+        try:
+            return self._readable(value)
+        except CantCarryError as error:
+            return self._pickled(value, error)
+
+    def _readable(self, value: Any) -> list[Any]:
         if type(value) in (list, dict):  # most are
             return self._content(value)
         if is_generator(value):

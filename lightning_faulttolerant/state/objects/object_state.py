@@ -44,6 +44,8 @@ class ObjectState:
         self._rules = rules
         self._graph = graph_of(roots, rules, self._mark_of_state)
         self._always: dict[str, set[str]] = {}
+        self.keeps_bytes = False
+        """Whether `state_dict` may keep what only its library can read as bytes."""
         self.live: dict[str, str] = {}
         """What the last `state_dict` has left out because it is no state, by path: files, locks, progress bars."""
 
@@ -166,7 +168,7 @@ class ObjectState:
         has_plain: bool = True,
     ) -> dict[str, Any]:
         """Return what has changed of these objects, and `always` of each."""
-        encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain)
+        encoder = Encoder(self._graph, max_bytes=max_bytes, has_plain=has_plain, keeps_bytes=self.keeps_bytes)
         nodes: dict[str, Any] = {}
         lost: dict[str, str] = {}
         for path, parts in always.items():
@@ -241,7 +243,8 @@ class ObjectState:
         attributes = []
         for name in sorted(changed - {_STATE, _CONTENT}):
             if name in now:
-                with _Noted(lost, f"{path}.{name}", live=self.live, may_be_handle=_may_be_handle(node, name)):
+                encoder.may_be_handle = _may_be_handle(node, name)
+                with _Noted(lost, f"{path}.{name}", live=self.live, may_be_handle=encoder.may_be_handle):
                     attributes.append([name, encoder.encode(now[name])])
         gone = sorted(changed - {_STATE, _CONTENT} - now.keys())
         return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}

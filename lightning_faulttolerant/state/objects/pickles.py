@@ -1,0 +1,138 @@
+"""Objects that only their library can read, as bytes: for a state that is trusted where it is restored.
+
+Nothing that others refer to, too, is in the bytes: it would be a copy afterwards. Such an object is not carried.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_faulttolerant.state.objects import kinds
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError
+
+PICKLED, MADE = "pickled", "made"
+_new_object = object().__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]
+
+
+class Pickles:
+    """Makes the bytes of the objects of one save.
+
+    Args:
+        is_shared: Whether others refer to an object, too.
+    """
+
+    def __init__(self, is_shared: Callable[[Any], bool]) -> None:
+        self._is_shared = is_shared
+        self._met: dict[int, Any] = {}
+
+    def has_met(self, value: Any) -> bool:
+        """Return whether an object is a part of one whose bytes were made."""
+        return id(value) in self._met
+
+    def row(self, value: Any, reason: CantCarryError) -> list[Any]:
+        """Return what stands for an object.
+
+        Args:
+            value: The object.
+            reason: Why it can't be carried otherwise.
+
+        Raises:
+            CantCarryError: If it can't be pickled, or refers to what others refer to.
+        """
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, value, lambda part: self.has_met(part) or self._is_shared(part))
+        try:
+            pickler.dump(value)
+        except _SharedError as error:
+            raise CantCarryError(f"{reason}, and which refers to {error}, as others do") from error
+        except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+            raise reason from None
+        self._met.update(pickler.met)
+        return [PICKLED, f"{type(value).__module__}.{type(value).__qualname__}", buffer.getvalue()]
+
+
+class _SharedError(Exception):
+    """An object to be pickled refers to one that others refer to."""
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, root: Any, is_shared: Callable[[Any], bool]) -> None:
+        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self._root = root
+        self._is_shared = is_shared
+        self._of_classes: set[int] = set()
+        """What classes have in common for all their objects: a table of pandas hands it out with its state."""
+        self.met: dict[int, Any] = {}
+
+    def persistent_id(self, value: Any) -> None:
+        for kind in type(value).__mro__:
+            self._of_classes.update(map(id, vars(kind).values()))
+        if value is self._root or id(value) in self._of_classes or _can_not_change(value):
+            return
+        has_more = isinstance(value, Tensor) and (
+            value.grad_fn is not None or (value.is_leaf and value.grad is not None)
+        )
+        if has_more or self._is_shared(value):
+            raise _SharedError(f"a {type(value).__name__}")
+        self.met[id(value)] = value
+
+
+def _can_not_change(value: Any) -> bool:
+    """Return whether a copy of a value is as good: of text and numbers; functions and classes are pickled by name."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, tuple, frozenset):
+        return True
+    return kinds.is_leaf(value) or kinds.is_numpy(value, "dtype") or getattr(value, "__qualname__", None) is not None
+
+
+def has_pickles(state: Mapping[str, Any]) -> bool:
+    """Return whether an object state holds objects as bytes."""
+    return any(True for _ in _rows_of(state))
+
+
+def unpickled(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object state with its objects in place of their bytes: this runs any code that is in them.
+
+    What can't be made again stays as it is, and is not restored.
+    """
+    for row in _rows_of(state):
+        row[:] = _made(row)
+    return dict(state)
+
+
+def _made(row: list[Any]) -> list[Any]:
+    try:
+        return [MADE, pickle.loads(row[2])]
+    except Exception as error:  # noqa: BLE001 - any class may raise anything when it is unpickled
+        return [PICKLED, f"{row[1]} ({type(error).__name__}: {error})", row[2]]
+
+
+def has_whole_state(value: Any) -> bool:
+    """Return whether an object can become what another one of its class is: all of it is in what pickle sets last."""
+    if not hasattr(type(value), "__setstate__"):
+        return False
+    try:
+        reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - any class may raise anything when it is pickled
+        return False
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or reduced[2] is None or any(reduced[3:]):
+        return False
+    return reduced[0] is _new_object and reduced[1] == (type(value),)
+
+
+def set_state(value: Any, made: Any) -> bool:
+    """Let an object be what another one is, by the ``__setstate__`` of their class; return whether that can be."""
+    if type(value) is not type(made) or not has_whole_state(made):
+        return False
+    value.__setstate__(made.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[2])
+    return True
+
+
+def _rows_of(state: Mapping[str, Any]) -> Iterator[list[Any]]:
+    contents = [content.get("<content>") for content in state.get("nodes", {}).values()]
+    rows: Sequence[Any] = [*state.get("table", ()), *contents]
+    return (row for row in rows if isinstance(row, list) and row and row[0] == PICKLED)
