@@ -241,7 +241,7 @@ class TurnsUnsafe(Callback):
 
 def test_state_that_turns_unsafe_replaces_no_good_autosave(tmp_path: Path) -> None:
     """The first state that would not load again is an error at once, and the autosave before it stays."""
-    ended = run(lambda: fit_net([protected(), TurnsUnsafe()], tmp_path))
+    ended = run(lambda: fit_net([protected(trust_autosaves=False), TurnsUnsafe()], tmp_path))
     assert ended.exit_code == 1
     assert "UnsafeCheckpointError" in ended.output
     assert "batch=2" in autosaves(tmp_path)[-1].name
