@@ -15,7 +15,7 @@ def class_of(
     """Return a class like `user_class`, with some more attributes, whose iterators are made by `iterate`."""
 
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it becomes a method
-        return iterate(lambda: iter(user_class.__iter__(self)))
+        return iterate(lambda: user_class.__iter__(self))  # not `iter` of it: it may be the loader itself
 
     # No slots of its own: only so may an object change to it and back.
     namespace = {"__iter__": __iter__, "__slots__": (), "__module__": user_class.__module__, **attributes}

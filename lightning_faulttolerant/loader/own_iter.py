@@ -70,6 +70,8 @@ def _forgets(definition: ast.FunctionDef, loop: ast.For) -> bool:
     names = {argument.arg for argument in definition.args.args}
     if any(isinstance(node, ast.Call) and _names_of(node.func, ast.Load) & names for node in nodes):
         return False
+    if any(_keeps(node, names) for node in nodes):
+        return False
     stored, set_before = _names_of(loop, ast.Store), _names_of(loop.target, ast.Store)
     for statement in loop.body:
         read = {
@@ -85,6 +87,12 @@ _UNCLEAR = (
     ast.Global, ast.Nonlocal, ast.NamedExpr, ast.AugAssign, ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.Await,
     ast.Break, ast.Continue, ast.Return, ast.Delete, ast.With, ast.Try,
 )  # fmt: skip
+
+
+def _keeps(node: ast.AST, names: set[str]) -> bool:
+    """Return whether something is stored that outlives the batch: in an attribute, or an item of what `names` hold."""
+    is_place = isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store)
+    return is_place and (isinstance(node, ast.Attribute) or bool(_names_of(node, ast.Load) & names))
 
 
 def _names_of(node: ast.AST, context: type[ast.expr_context]) -> set[str]:

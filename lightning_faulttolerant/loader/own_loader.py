@@ -178,6 +178,10 @@ class OwnLoader:
         """Let the next iteration go on from a position of `state_dict`."""
         self._plan = copy.deepcopy(dict(state_dict))
 
+    def replayed(self) -> list[Any]:
+        """Return nothing: its state carries it."""
+        return []
+
     def close_workers(self) -> None:
         """Do nothing: workers that the user's loader may have are its own affair."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.loader.derived_class import REPLAYED, class_of, swap
@@ -90,7 +91,8 @@ class ReplayedLoader:
 
         Where its class doesn't allow it, or it is followed in another place already, `followed` stands in for it.
         """
-        if not hasattr(type(self.loader), REPLAYED):
+        is_plain = isinstance(self.loader, torch.Tensor) or not hasattr(self._user_class, "__iter__")
+        if not (is_plain or hasattr(type(self.loader), REPLAYED)):
             try:
                 swap(self.loader, class_of(self._user_class, self.iterate, **{REPLAYED: True}))
             except TypeError:  # one of Python's own, or a class from which none can be derived
@@ -109,7 +111,8 @@ class ReplayedLoader:
 
     def _make_iterator(self) -> Iterator[Any]:
         own = getattr(self._user_class, "__iter__", None)
-        return iter(self.loader if own is None else own(self.loader))
+        made: Iterator[Any] = iter(self.loader) if own is None else own(self.loader)
+        return made
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin an iteration, or continue with the one that was resumed."""
@@ -126,6 +129,10 @@ class ReplayedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bring the loader to a position of `state_dict`."""
         self.replayer.load_state_dict(state_dict, self._make_iterator)
+
+    def replayed(self) -> list[Any]:
+        """Return the loader, and the iterators and the like in it, which a replay makes again."""
+        return [self.loader, *self.replayer.live()]
 
     def close_workers(self) -> None:
         """Do nothing: workers that the user's loader may have are its own affair."""

@@ -18,7 +18,7 @@ from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
-from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, is_replayed
+from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.loader.tracked_class import keeps_own_position
@@ -30,13 +30,7 @@ from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.telling import tell
-from lightning_faulttolerant.trainer.trackers import (
-    OfWholeLoader,
-    Tracker,
-    tracker_of,
-    user_loader,
-    why_whole_not_followed,
-)
+from lightning_faulttolerant.trainer.trackers import OfWholeLoader, Tracker, tracker_of, user_loader, why_not_whole
 from lightning_faulttolerant.trainer.worker_init import default_worker_init
 
 _log = logging.getLogger(__name__)
@@ -154,7 +148,7 @@ class Loaders:
             self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
         if self._manual:
             return self._leave(stage, place, loader)
-        is_own = keeps_own_state(loader) or is_replayed(loader)
+        is_whole = keeps_own_state(loader) or is_replayed(loader)
         reason = self._why_not_followed(loader, stage)
         if reason is not None:
             self.untracked[place] = loader
@@ -165,7 +159,7 @@ class Loaders:
             return loader
         if place in self._left:
             self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
-        tracker, followed = self._follow_own(place, loader) if is_own else self._follow(place, loader)
+        tracker, followed = self._follow_own(place, loader) if is_whole else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
@@ -180,7 +174,7 @@ class Loaders:
 
     def _why_not_followed(self, loader: Any, stage: str) -> str | None:
         if keeps_own_state(loader) or is_replayed(loader):
-            return why_whole_not_followed(loader)
+            return why_not_whole(loader)
         reason = why_not_exact(loader)
         if reason is not None or not keeps_own_position(loader):
             return reason
@@ -374,8 +368,7 @@ class Loaders:
 
     def replayed(self) -> list[Any]:
         """Return the loaders that are resumed by a replay, and the iterators that live on in them."""
-        found = [t for t in self._followed if isinstance(t, ReplayedLoader)]
-        return [one for tracker in found for one in (tracker.loader, *tracker.replayer.live())]
+        return [one for tracker in self._followed for one in tracker.replayed()]
 
     def close_workers(self) -> None:
         """End all workers at once, those that are stuck too."""

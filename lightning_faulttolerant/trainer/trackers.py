@@ -15,7 +15,7 @@ OfWholeLoader = OwnLoader | ReplayedLoader
 Tracker = TrackedLoader | OfWholeLoader
 
 
-def why_whole_not_followed(loader: Any) -> str | None:
+def why_not_whole(loader: Any) -> str | None:
     """Return why a loader can't be followed as a whole, or ``None`` if it can."""
     return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
 
