@@ -64,6 +64,14 @@ class Slice:
         yield from itertools.islice(self.iterable, self.length)
 
 
+class ShiftedSlice(Slice):
+    """Draws when an iteration is begun."""
+
+    def __iter__(self) -> Iterator[Any]:
+        shift = torch.randn(())
+        return (batch + shift for batch in super().__iter__())
+
+
 class ItsOwnIterator:
     """Keeps its place in attributes, and a generator of its own."""
 
@@ -141,6 +149,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "class": Batches,
     "unsized": Unsized,
     "slice of a stream": Slice,
+    "shifted slice": ShiftedSlice,
     "its own iterator": ItsOwnIterator,
     "sequence": Sequence,
     "wrapper": Wrapper,
