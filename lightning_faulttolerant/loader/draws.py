@@ -58,7 +58,7 @@ class DrawLog:
         """Yield each batch with the states to put back before the sampler gives it, in order."""
         data = b"".join(self._entries)
         kept: dict[str, bytes] = {}
-        found: dict[int, dict[str, bytes]] = {}
+        found: tuple[int, dict[str, bytes]] | None = None
         offset = 0
         while offset < len(data):
             batch, name_bytes, difference_bytes = _ENTRY.unpack_from(data, offset)
@@ -66,8 +66,13 @@ class DrawLog:
             offset = name_at + name_bytes + difference_bytes
             name = data[name_at : name_at + name_bytes].decode()
             kept[name] = _xor(zlib.decompress(data[name_at + name_bytes : offset]), kept.get(name, b""))
-            found.setdefault(batch, {})[name] = kept[name]
-        yield from found.items()
+            if found is None or found[0] != batch:
+                if found is not None:
+                    yield found
+                found = batch, {}
+            found[1][name] = kept[name]
+        if found is not None:
+            yield found
 
     def until(self, batch: int) -> DrawLog:
         """Return the log of the batches before `batch`."""

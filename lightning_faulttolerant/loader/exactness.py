@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from torch.utils.data import DataLoader, IterDataPipe, get_worker_info
 
@@ -55,7 +56,15 @@ def needs_no_position(loader: object) -> bool:
 def why_not_exact(loader: object) -> str | None:
     """Return why `loader` can't be resumed exactly, or ``None`` if it can."""
     if not isinstance(loader, DataLoader):
-        return f"it is a {type(loader).__name__}, not a torch DataLoader"
+        return f"its class {type(loader).__name__} is not a torch DataLoader"
+    reason = why_not_drawn_again(loader)
+    if reason is None and any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
+        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
+    return reason
+
+
+def why_not_drawn_again(loader: DataLoader[Any]) -> str | None:
+    """Return why `loader`, made again, would not give the same batches again, or ``None`` if it would."""
     if isinstance(loader.dataset, IterDataPipe):
         return "its data set is a data pipe, which is not supported"
     if (reason := why_foreign_not_followed(loader) or why_drawn_by_the_clock(loader.dataset)) is not None:
@@ -71,8 +80,6 @@ def why_not_exact(loader: object) -> str | None:
         return f"a {type(loader).__name__} keeps a state of its own, and its workers' random states are not in it"
     if not getattr(loader, "in_order", True):
         return "with in_order=False the order of its batches depends on the speed of its workers; set in_order=True"
-    if any(_is_torchs_iterator(held) for held in vars(loader).values()) and not begins_anew(loader):
-        return "it already holds an iterator of its own (made before fit): its workers can't be reached any more"
     return None
 
 

@@ -4,7 +4,7 @@ Where the iterator or the data set has a state of its own, that is used; elsewhe
 the random states of its beginning, and the samples that were drawn are drawn and dropped, without collating them.
 
 What its objects were when the iteration was begun is restored first. A data set that keeps a state elsewhere is
-refused: the last sample that is drawn again is another one, or, where none is drawn again (between two iterations of a
+refused: the samples that are drawn again are others, or, where none is drawn again (between two iterations of a
 worker, and before the first sample), an attribute has another value after the first sample than it had in the iteration
 before. The latter sees whole numbers and short texts only, of the data set and of the data sets and samplers that it
 holds, and only from the second iteration of a process on.
@@ -17,12 +17,12 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.drawn_again import DrawnAgain
 from lightning_faulttolerant.loader.draws import DrawLog
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.hugging_face import refills_its_buffer
@@ -63,8 +63,7 @@ class IterableRecord:
     num_batches: int = 0
     num_left: int = 0
     remembered: Values | None = None
-    last: Any = None
-    digest: int | None = None
+    digest: int = 0
     has_ended: bool = False
     batch_begun: tuple[int, Mapping[str, bytes]] | None = None
     objects: Mapping[str, Any] | None = None
@@ -222,24 +221,23 @@ class IterableSide(IterableDataset[Any]):
         if record.first is None:
             return
         self._restore(record.first)
-        num_drawn = 0
-        samples = _only_next(samples)
+        drawn = DrawnAgain(samples)
         for at, states in record.log.states():
-            deque(islice(samples, at - num_drawn), maxlen=0)
-            num_drawn = at
+            drawn.draw_up_to(at)
             self._restore(Moment.from_states(states))
-        last = deque(islice(samples, record.num_samples - num_drawn), maxlen=1)
-        if record.num_samples and (not last or sample_digest(last[0]) != record.digest):
+        drawn.draw_up_to(record.num_samples)
+        if (drawn.num_drawn, drawn.digest) != (record.num_samples, record.digest):
             self._differs(record.num_samples)
         elif record.has_ended:
-            deque(islice(samples, 1), maxlen=0)
+            drawn.draw_up_to(record.num_samples + 1)
 
     def _differs(self, num_samples: int) -> None:
         message = (
             f"Begun again from the same random states, the iterable data set {type(self.user_dataset).__name__} gives"
-            f" another sample {num_samples} than before: it keeps a state of its own, such as a counter of epochs in"
-            " __iter__, or its data changed, or was drawn when it was built. Its samples would differ from the"
-            " uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or pass strict=False."
+            f" others than the {num_samples} samples that it gave before: it keeps a state of its own, such as a"
+            " counter of epochs in __iter__, or its data changed, or was drawn when it was built. Its samples would"
+            " differ from the uninterrupted run. Give it state_dict and load_state_dict, `set_epoch`, or a seed; or"
+            " pass strict=False."
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
@@ -267,7 +265,6 @@ class IterableSide(IterableDataset[Any]):
             if not record.has_ended:
                 record.has_ended, record.objects = True, self._objects.between()
                 self._note_draws(record)
-                self._note_last(record)
                 self.on_end(record)
             raise
         self._put_back()
@@ -275,7 +272,8 @@ class IterableSide(IterableDataset[Any]):
         if record.num_samples == 1:
             self._remember(record)
         record.num_left += 1
-        record.last = sample
+        if record.way == _REPLAY:  # now: training may change a sample that it has been given
+            record.digest = sample_digest(sample, record.digest)
         return sample
 
     def _put_back(self) -> None:
@@ -313,8 +311,7 @@ class IterableSide(IterableDataset[Any]):
 
     def _note_batch(self, record: IterableRecord) -> None:
         self._note_draws(record)
-        self._note_last(record)
-        record.num_left, record.last = 0, None
+        record.num_left = 0
         record.num_batches += 1
         if not self._in_worker:
             record.positions.append((record.num_batches, record.position()))
@@ -324,11 +321,6 @@ class IterableSide(IterableDataset[Any]):
             at, before = record.batch_begun
             record.log.note(at, before, self._moment().states())
             record.batch_begun = None
-
-    def _note_last(self, record: IterableRecord) -> None:
-        # Now: the training may change a sample that it has been given.
-        if record.num_left and record.way == _REPLAY:
-            record.digest = sample_digest(record.last)
 
     def between(self) -> Position | None:
         """Return what the next iteration has to know about those before it."""
@@ -374,16 +366,6 @@ class _Samples(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._side.draw(self._samples, self._record)
-
-
-def _only_next(samples: Iterator[Any]) -> Iterator[Any]:
-    """Pass samples on without asking for an iterator again: a data set that is its own would begin anew."""
-    while True:
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        yield sample
 
 
 def between(position: Position | None) -> Position | None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.derived_class import class_of, swap
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.index_record import Moment
 from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
@@ -40,10 +41,10 @@ def why_state_is_no_use(loader: Any) -> str | None:
         return f"its state_dict has {strange}, and checkpoints hold plain values and tensors only"
     user_class = type(loader)
     try:
-        _swap(loader, _class_of(user_class, lambda make_iterator: make_iterator()))
+        swap(loader, class_of(user_class, lambda make_iterator: make_iterator()))
     except TypeError:
         return f"the class {user_class.__name__} can't be derived from, so it can't be followed"
-    _swap(loader, user_class)
+    swap(loader, user_class)
     return None
 
 
@@ -89,14 +90,15 @@ class OwnLoader:
         self.on_first_batch: Callable[[], None] = lambda: None
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})
+        self.followed = loader
 
     def follow(self) -> None:
         """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own."""
-        _swap(self.loader, _class_of(self._user_class, self.iterate))
+        swap(self.loader, class_of(self._user_class, self.iterate))
 
     def leave(self) -> None:
         """Give the loader its own class back."""
-        _swap(self.loader, self._user_class)
+        swap(self.loader, self._user_class)
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Make the user's iterator for a new iteration, resumed where `load_state_dict` said so."""
@@ -176,6 +178,10 @@ class OwnLoader:
         """Let the next iteration go on from a position of `state_dict`."""
         self._plan = copy.deepcopy(dict(state_dict))
 
+    def replayed(self) -> list[Any]:
+        """Return nothing: its state carries it."""
+        return []
+
     def close_workers(self) -> None:
         """Do nothing: workers that the user's loader may have are its own affair."""
 
@@ -226,18 +232,3 @@ class _Batches(Iterator[Any]):
 
 def _fetch_state(fetch: Fetch) -> dict[str, Any]:
     return {"state": fetch.state, "moment": fetch.moment.state_dict(), "digest": fetch.digest}
-
-
-def _class_of(user_class: Any, iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]]) -> type:
-    """Return a class like `user_class` whose iterators are made by `iterate`."""
-
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - it becomes a method
-        return iterate(lambda: iter(user_class.__iter__(self)))
-
-    # No slots of its own: only so may an object change to it and back.
-    namespace = {"__iter__": __iter__, "__slots__": (), "__module__": user_class.__module__}
-    return type(user_class.__name__, (user_class,), {**namespace, "__doc__": user_class.__doc__})
-
-
-def _swap(loader: Any, other: type) -> None:
-    loader.__class__ = other

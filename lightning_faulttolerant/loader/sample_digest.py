@@ -1,57 +1,134 @@
-"""A small digest of a sample, by which one that was drawn again is told from another."""
+"""A small digest of all that a sample or a batch holds, by which one that was drawn again is told from another."""
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
 import sys
+import types
 import zlib
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
 from lightning_faulttolerant.state.blobs import tensor_to_blob
+from lightning_faulttolerant.state.reachable import attributes
 
-_MAX_PARTS = 64
-_MAX_ELEMENTS = 512
-# Of these the bytes say it all, and cost a tenth of the numbers.
-_PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
+_SMALL_BYTES = 65_536
+_NUM_SUMS = 1_024
+_WORD_BYTES = 8
+# Of these the bytes say it all.
+_PLAIN_DTYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+                 torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}  # fmt: skip
+_SHOWN = (bool, int, float, complex, type(None), enum.Enum, datetime.date, datetime.time, datetime.timedelta,
+          decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, slice)  # fmt: skip
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 
 
-def sample_digest(sample: Any) -> int:
-    """Return a checksum of the numbers, texts and arrays in `sample`, of the first of them where there are many."""
-    digest = 0
-    for number, part in enumerate(_parts(sample)):
-        if number >= _MAX_PARTS:
-            break
+def sample_digest(sample: Any, digest: int = 0) -> int:
+    """Return a checksum of every number, text, and array in `sample`, also inside objects of any class.
+
+    Args:
+        sample: What a loader or a data set gave.
+        digest: The checksum of what it gave before.
+    """
+    for part in _parts(sample, {}):
         digest = zlib.crc32(part, digest)
     return digest
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
-        yield f"{tuple(value.shape)} {value.dtype}".encode()
-        if value.layout is not torch.strided or value.is_meta:
-            return
-        if value.is_cpu and value.dtype in _PLAIN_DTYPES:
-            yield tensor_to_blob(value.detach().reshape(-1)[:_MAX_ELEMENTS])
-        else:
-            yield repr(value.detach().reshape(-1)[:_MAX_ELEMENTS].tolist()).encode()
+        yield from _of_tensor(value)
     elif numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        yield f"{value.shape} {value.dtype}".encode()
-        if value.dtype.kind != "O":
-            yield value.reshape(-1)[:_MAX_ELEMENTS].tobytes()
-    elif isinstance(value, (bool, int, float, complex, type(None))):
-        yield repr(value).encode()
+        yield from _of_array(value, seen)
     elif isinstance(value, (str, bytes, bytearray)):
-        cut = value[: 8 * _MAX_ELEMENTS]
-        yield cut.encode("utf-8", "surrogatepass") if isinstance(cut, str) else bytes(cut)
-    elif isinstance(value, Mapping):
+        yield f"{len(value)}".encode()
+        yield value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    elif isinstance(value, _SHOWN):
+        yield repr(value).encode("utf-8", "surrogatepass")
+    elif isinstance(value, _NAMED):
+        yield getattr(value, "__qualname__", value.__name__).encode()
+    elif id(value) in seen:
+        yield b"again"
+    else:
+        seen[id(value)] = value  # so that its id stays its own
+        yield from _of_object(value, seen)
+
+
+def _of_object(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+    if isinstance(value, Mapping):
+        yield f"{len(value)}".encode()
         for key, child in value.items():
-            yield from _parts(key)
-            yield from _parts(child)
+            yield from _parts(key, seen)
+            yield from _parts(child, seen)
     elif isinstance(value, (list, tuple)):
+        yield f"{len(value)}".encode()
         for child in value:
-            yield from _parts(child)
+            yield from _parts(child, seen)
+    elif isinstance(value, AbstractSet):  # in no order
+        yield repr(sorted(sample_digest(child) for child in value)).encode()
     else:
         yield type(value).__qualname__.encode()
+        if type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "tobytes"):
+            yield value.tobytes()
+            return
+        for name, child in attributes(value):
+            yield name.encode()
+            yield from _parts(child, seen)
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
+    yield f"{tuple(tensor.shape)} {tensor.dtype}".encode()
+    if tensor.is_meta or tensor.is_quantized:
+        return
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        for part in tensor.unbind():
+            yield from _of_tensor(part)
+    elif tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor.coalesce()
+            yield from _of_tensor(tensor.indices())
+            yield from _of_tensor(tensor.values())
+    elif tensor.dtype not in _PLAIN_DTYPES:
+        yield repr(tensor.cpu().reshape(-1).tolist()).encode()
+    else:
+        yield from _of_numbers(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+
+
+def _of_numbers(content: torch.Tensor) -> Iterator[bytes]:
+    """Return the bytes, or, of many, sums of them: a change of any of them changes one, at the speed of memory."""
+    if len(content) > _SMALL_BYTES:
+        num_words = len(content) // (_NUM_SUMS * _WORD_BYTES) * _NUM_SUMS
+        head = content[: num_words * _WORD_BYTES]
+        if head.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
+            head = head.clone()
+        words = head.view(torch.int64).reshape(_NUM_SUMS, -1)
+        yield tensor_to_blob(words.sum(1).cpu())
+        yield tensor_to_blob(words[:, 0].cpu())
+        content = content[num_words * _WORD_BYTES :]
+    yield tensor_to_blob(content.cpu())
+
+
+def _of_array(array: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+    numpy = sys.modules["numpy"]
+    yield f"{array.shape} {array.dtype}".encode()
+    if array.dtype.hasobject:
+        for child in array.reshape(-1).tolist():
+            yield from _parts(child, seen)
+        return
+    content = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    if content.nbytes > _SMALL_BYTES:
+        num_words = content.nbytes // (_NUM_SUMS * _WORD_BYTES) * _NUM_SUMS
+        words = content[: num_words * _WORD_BYTES].view(numpy.int64).reshape(_NUM_SUMS, -1)
+        yield words.sum(1).tobytes()
+        yield words[:, 0].tobytes()
+        content = content[num_words * _WORD_BYTES :]
+    yield content.tobytes()

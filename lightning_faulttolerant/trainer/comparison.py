@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_faulttolerant.loader.own_loader import OwnLoader
 from lightning_faulttolerant.loader.tracked import TrackedLoader
 from lightning_faulttolerant.trainer.drawn import SEED_THEM, Drawn, Outcome
 from lightning_faulttolerant.trainer.fingerprint import differences, loader_as_carried_over, mismatch
 from lightning_faulttolerant.trainer.hyperparameters import MAY_BE_IGNORED, Hyperparameters
 from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.trackers import Tracker
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Comparison:
         saved: Mapping[str, Any],
         now: Mapping[str, Any],
         *,
-        tracker: TrackedLoader | OwnLoader | None,
+        tracker: Tracker | None,
         is_resized: bool,
         drawn: Drawn | None,
         saved_drawn: Mapping[str, Any],

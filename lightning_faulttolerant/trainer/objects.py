@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.loader.derived_class import REPLAYED
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
 from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
@@ -179,7 +180,8 @@ class Objects:
         self._state.keeps_bytes = self.keeps_bytes
         state = self._state.state_dict()
         state[LOST].update(lost_in_loaders(places))
-        for path in (*self._carried_by_hooks(state[LOST]), *_made_again(self._users(), state[LOST])):
+        made_again = _made_again(self._users(), state[LOST]) + self._replayed(state[LOST])
+        for path in (*self._carried_by_hooks(state[LOST]), *made_again):
             state[LOST].pop(path, None)
         state[LOST].update(lost_in_workers(places))
         state[LOST].update(self._not_made_again())
@@ -200,6 +202,13 @@ class Objects:
         live = {path: reason for path, reason in self._state.live.items() if path in skipped}
         found = {path: f"{reason}, and a resume in an epoch does not call the hook" for path, reason in live.items()}
         return {**found, **(self._structure.lost() if self._structure is not None else {})}
+
+    def _replayed(self, lost: Mapping[str, str]) -> list[str]:
+        """Return the paths of what is at the same place again where a loader is drawn from again."""
+        assert self._state is not None
+        ids = {id(one) for one in self._loaders.replayed()}
+        at = list(self._state.things_of(lambda value: id(value) in ids)) if ids and lost else []
+        return [path for path in lost if any(is_at(path, other) for other in at)]
 
     def _owners(self) -> dict[str, Any]:
         owners: dict[str, Any] = {
@@ -336,7 +345,8 @@ def _rules(trainer: Trainer) -> Rules:
     optimizers = {id(optimizer) for optimizer in trainer.optimizers}
 
     def is_live(value: Any) -> bool:
-        return id(value) in own or isinstance(value, (DataLoader, Trainer)) or is_iterated(value)
+        is_loader = isinstance(value, DataLoader) or hasattr(type(value), REPLAYED)
+        return id(value) in own or is_loader or isinstance(value, Trainer) or is_iterated(value)
 
     def left_out(value: Any) -> Collection[str]:
         if isinstance(value, Namespace):

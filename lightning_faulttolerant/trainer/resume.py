@@ -34,9 +34,10 @@ from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
 from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport
-from lightning_faulttolerant.trainer.strategy import Loaders, loader_states
+from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
 from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.trackers import loader_states
 from lightning_faulttolerant.trainer.trust import Trust
 
 _log = logging.getLogger(__name__)

@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 from lightning_faulttolerant.loader.dealt import Deal, Share
 from lightning_faulttolerant.loader.exactness import needs_no_position, refuse, why_not_exact
 from lightning_faulttolerant.loader.index_side import IndexSide
-from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
+from lightning_faulttolerant.loader.own_loader import keeps_own_state
 from lightning_faulttolerant.loader.own_position import stateful_dataset, was_given_position
 from lightning_faulttolerant.loader.own_state import OwnState
 from lightning_faulttolerant.loader.per_sample import LoaderSeeds, SampleSeeds, why_not_per_sample
+from lightning_faulttolerant.loader.replayed_loader import is_replayed
 from lightning_faulttolerant.loader.shared_state import share_a_state
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.tracked_class import TRACKER, keeps_own_position
+from lightning_faulttolerant.loader.tracked_class import keeps_own_position
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
@@ -29,6 +30,7 @@ from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.telling import tell
+from lightning_faulttolerant.trainer.trackers import OfWholeLoader, Tracker, tracker_of, user_loader, why_not_whole
 from lightning_faulttolerant.trainer.worker_init import default_worker_init
 
 _log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class Loaders:
         self._check: Callable[[str, Any], None] = lambda place, fingerprint: None
         self.drawn: Drawn | None = None
         """Notes what the script drew of each loader before it is iterated over."""
-        self.trackers: dict[str, TrackedLoader | OwnLoader] = {}
+        self.trackers: dict[str, Tracker] = {}
         self._index_sides: dict[str, IndexSide] = {}  # of training
         self.fingerprints: dict[str, Any] = {}
         self.untracked: dict[str, Any] = {}
@@ -86,7 +88,7 @@ class Loaders:
         self.lightning_restores = False
         """Whether Lightning gives the loaders states of their own, from a checkpoint that is not of ours."""
         self._left: list[str] = []
-        self._followed: list[OwnLoader] = []
+        self._followed: list[OfWholeLoader] = []
         self._patches = Patches()
         self._own: dict[str, OwnState] = {}
         self.not_exact: list[str] = []
@@ -138,7 +140,7 @@ class Loaders:
 
     def process(self, loader: Any) -> Any:
         """Return what stands in for a loader that Lightning has processed."""
-        loader = _user_loader(loader)  # a user's CombinedLoader that is given again still holds our copies
+        loader = user_loader(loader)  # a user's CombinedLoader that is given again still holds our copies
         stage, index = self._stage, self._next_index
         self._next_index += 1
         place = f"{stage}/{index}"
@@ -146,8 +148,8 @@ class Loaders:
             self.drawn.note(parts_of_loaders({place: loader}), of_loader=True)
         if self._manual:
             return self._leave(stage, place, loader)
-        is_own = keeps_own_state(loader)
-        reason = why_state_is_no_use(loader) if is_own else self._why_not_followed(loader, stage)
+        is_whole = keeps_own_state(loader) or is_replayed(loader)
+        reason = self._why_not_followed(loader, stage)
         if reason is not None:
             self.untracked[place] = loader
             # What is not seeded per sample would depend on the number of workers.
@@ -157,7 +159,7 @@ class Loaders:
             return loader
         if place in self._left:
             self._refuse(place, "the checkpoint has no place of it, since it could not be followed when it was saved")
-        tracker, followed = self._follow_own(place, loader) if is_own else self._follow(place, loader)
+        tracker, followed = self._follow_own(place, loader) if is_whole else self._follow(place, loader)
         tracker.is_followed = lambda: self.is_trainers
         if stage == TRAIN:
             tracker.is_held_back = lambda: self.holds_back
@@ -171,6 +173,8 @@ class Loaders:
         return followed
 
     def _why_not_followed(self, loader: Any, stage: str) -> str | None:
+        if keeps_own_state(loader) or is_replayed(loader):
+            return why_not_whole(loader)
         reason = why_not_exact(loader)
         if reason is not None or not keeps_own_position(loader):
             return reason
@@ -203,17 +207,19 @@ class Loaders:
             self._patches.replace(loader, "load_state_dict", tracked.load_state_dict)  # type: ignore[attr-defined]
         return tracker, tracked
 
-    def _follow_own(self, place: str, loader: Any) -> tuple[OwnLoader, Any]:
-        for tracker in self._followed:
-            if tracker.loader is loader:  # loaders are reloaded, and this is the one of before
-                if tracker.place != place:
-                    self._refuse(place, f"the same object is {tracker.place} too, and it has one state for both")
-                return tracker, loader
-        tracker = OwnLoader(loader, place=place)
+    def _follow_own(self, place: str, loader: Any) -> tuple[OfWholeLoader, Any]:
+        others = [tracker for tracker in self._followed if tracker.loader is loader]
+        has_state = keeps_own_state(loader)
+        if has_state and any(tracker.place != place for tracker in others):
+            self._refuse(place, f"the same object is {others[0].place} too, and it has one state for both")
+        for tracker in others:
+            if has_state or tracker.place == place:  # loaders are reloaded, and this is the one of before
+                return tracker, tracker.followed
+        tracker = tracker_of(loader, place=place)
         tracker.strict, tracker.not_exact = self.strict, self.not_exact
         tracker.follow()
         self._followed.append(tracker)
-        return tracker, loader
+        return tracker, tracker.followed
 
     def _seeds_of(self, place: str, loader: DataLoader[Any]) -> SampleSeeds | None:
         if self._seeds is None:
@@ -242,7 +248,7 @@ class Loaders:
             if place in self._own and only in (None, place):
                 self._own[place].load_state_dict(state)
 
-    def _resume(self, place: str, tracker: TrackedLoader | OwnLoader) -> None:
+    def _resume(self, place: str, tracker: Tracker) -> None:
         if place in self._states:
             tracker.load_state_dict(self._states[place])
 
@@ -286,7 +292,7 @@ class Loaders:
         if not self._is_marked and compat.fetches_ahead(self._trainer):
             self.mark()
 
-    def _training(self) -> dict[str, TrackedLoader | OwnLoader]:
+    def _training(self) -> dict[str, Tracker]:
         return {
             place: tracker
             for place, tracker in self.trackers.items()
@@ -360,6 +366,10 @@ class Loaders:
             num += side.record.handed_out
         return num
 
+    def replayed(self) -> list[Any]:
+        """Return the loaders that are resumed by a replay, and the iterators that live on in them."""
+        return [one for tracker in self._followed for one in tracker.replayed()]
+
     def close_workers(self) -> None:
         """End all workers at once, those that are stuck too."""
         for tracker in self.trackers.values():
@@ -373,7 +383,7 @@ class Loaders:
     def put_back(self) -> None:
         """Put the loaders that Lightning would have without us where our copies are."""
         for combined in {*self._combined, *compat.combined_loaders(self._trainer)}:
-            combined.flattened = [_user_loader(loader) for loader in combined.flattened]
+            combined.flattened = [user_loader(loader) for loader in combined.flattened]
         self._combined.clear()
         for tracker in self._followed:
             tracker.leave()
@@ -383,16 +393,3 @@ class Loaders:
         self._index_sides.clear()
         self.untracked.clear()
         self._own.clear()
-
-
-def _user_loader(loader: Any) -> Any:
-    """Return the loader of which `loader` is our copy, or `loader` itself."""
-    tracker = getattr(loader, "__dict__", {}).get(TRACKER)
-    return loader if tracker is None else tracker.user_loader
-
-
-def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
-    """Return the states that a checkpoint holds of loaders with a ``state_dict``, which Lightning gives every rank."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    states: list[Any] = fit_loop.get("combined_loader", [])
-    return states

@@ -66,7 +66,8 @@ def of_namespace(path: str, namespace: kinds.Namespace) -> Iterator[tuple[str, A
     """Return the functions and classes of a module or a class, which may keep something."""
     if namespace.names is None:
         for name, value in list(vars(namespace.owner).items()):
-            found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            is_wrapped = isinstance(value, (classmethod, staticmethod, types.MethodType))
+            found = value.fget if isinstance(value, property) else value.__func__ if is_wrapped else value
             if isinstance(found, (types.FunctionType, type)):
                 yield f"{path}.{name}()", found
 

@@ -20,6 +20,7 @@ from lightning_faulttolerant.state.objects.marks import (
     SMALL_BYTES,
     Mark,
     hold,
+    is_readable,
     length_mark,
     mark_of,
     plain_data_mark,
@@ -137,7 +138,8 @@ def _met(
 
 
 def _content_mark(value: Any, rules: Rules) -> Mark | None:
-    is_sampled = rules.max_items < math.inf and value.nbytes > SMALL_BYTES
+    has_bytes = not isinstance(value, Tensor) or is_readable(value)  # a sparse one does not say how many
+    is_sampled = rules.max_items < math.inf and has_bytes and value.nbytes > SMALL_BYTES
     return sample_mark(value) if is_sampled else mark_of(value)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.modules import users_namespaces, users_variables
 from lightning_faulttolerant.state.objects.object_state import ObjectState
 from lightning_faulttolerant.state.objects.users import is_users
+from lightning_faulttolerant.state.objects.walk import Rules
 
 LOSSES: list[float] = []
 STEP = 0
@@ -72,3 +76,31 @@ def test_script_is_the_users(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("own", None)
+
+
+class MissingPackageError(ImportError):
+    """Is raised by what stands for a package that is not installed."""
+
+
+class Missing:
+    """Stands for a package that is not installed, as MONAI's ``optional_import`` returns it."""
+
+    def __getattr__(self, name: str) -> None:
+        raise MissingPackageError(name)
+
+
+def test_optional_imports_are_left_alone() -> None:
+    """An object of a user's module that raises whatever it is asked for is not asked."""
+    module = types.ModuleType("mine")
+    vars(module).update(ignite=Missing(), step=0)
+    state = ObjectState({"mine": Namespace(owner=module)})
+    vars(module)["step"] = 1
+    assert [*state.changed] == ["mine"]
+
+
+def test_sparse_tensors_in_a_worker() -> None:
+    """A worker that looks at a few elements of large tensors only takes sparse ones as they are."""
+    holder = {"tensor": torch.eye(2).to_sparse(), "step": 0}
+    state = ObjectState({"holder": holder}, Rules(max_items=10))
+    holder["step"] = 1
+    assert [*state.changed] == ["holder"]

@@ -1,0 +1,103 @@
+"""What the iterations of a loader that is no ``DataLoader`` follow from: its own objects, and iterators in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.loader.objects import goes_by_attributes
+from lightning_faulttolerant.state.differences import digests_of
+from lightning_faulttolerant.state.objects.kinds import is_shared, is_walked
+from lightning_faulttolerant.state.objects.libraries import names_in_libraries
+from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
+from lightning_faulttolerant.state.objects.walk import Rules, graph_of
+
+_LOADER = "loader"
+# Queues, pools and processes: what lies in them, or runs there, is part of the next batches.
+_RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
+
+
+def _left_out(value: Any) -> Collection[str]:
+    return names_in_libraries(type(value))
+
+
+_RULES = Rules(
+    is_live=lambda value: isinstance(value, (nn.Module, DataLoader)) or is_shared(value),
+    goes_by_attributes=goes_by_attributes,
+    left_out=_left_out,
+)
+_NEAR = replace(_RULES, max_items=1_000)  # nobody keeps iterators among so many items
+
+
+class LiveObjects:
+    """The objects of one loader.
+
+    Args:
+        loader: The user's.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._state = ObjectState(self._roots(), _RULES)
+
+    def _roots(self) -> dict[str, Any]:
+        roots = {_LOADER: self._loader}
+        for name, inner in torch_loaders_in(self._loader).items():
+            known = {id(one) for one in roots.values()}
+            roots.update({f"{name}.{key}": child for key, child in vars(inner).items() if id(child) not in known})
+        return roots
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has changed since this was made; an empty dict if nothing has."""
+        self._state.add(self._roots())
+        state = self._state.state_dict()
+        return state if state[NODES] or state[LOST] else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Restore what `state_dict` returned, unless all is so already; return what could not be."""
+        if not state:
+            return []
+        self._state.add(self._roots())
+        return [] if _digest(self.state_dict()) == _digest(state) else self._state.load_state_dict(state)
+
+    def live(self) -> dict[str, Any]:
+        """Return the iterators, threads, and queues that the next iteration may continue from, by path."""
+        return {path: value for path, value in _things_in(self._roots()).items() if _is_live(value)}
+
+
+def torch_loaders_in(loader: Any) -> dict[str, DataLoader[Any]]:
+    """Return the torch loaders that `loader` holds, or is, and those that these hold, by path."""
+    found: dict[str, DataLoader[Any]] = {}
+    queue = [(_LOADER, loader)]
+    while queue:
+        name, value = queue.pop()
+        if isinstance(value, DataLoader):
+            found[name] = value
+            children = {f"{name}.{key}": child for key, child in vars(value).items()}
+            things = {path: thing for path, thing in children.items() if isinstance(thing, DataLoader)}
+            things.update(_things_in({path: child for path, child in children.items() if path not in things}))
+        else:
+            things = _things_in({name: value})
+        known = {id(one) for one in found.values()}
+        queue += [(path, one) for path, one in things.items() if isinstance(one, DataLoader) and id(one) not in known]
+    return found
+
+
+def _things_in(roots: Mapping[str, Any]) -> dict[str, Any]:
+    return graph_of(roots, _NEAR, lambda one: None, with_contents=False).things
+
+
+def _is_live(value: Any) -> bool:
+    if isinstance(value, Iterator):
+        return not is_walked(value)
+    kind = type(value)
+    return isinstance(value, threading.Thread) or kind.__module__.partition(".")[0] in _RUNNING
+
+
+def _digest(state: Mapping[str, Any]) -> Any:
+    return digests_of({name: state.get(name) for name in (NODES, TABLE)})

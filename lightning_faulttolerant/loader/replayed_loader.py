@@ -1,0 +1,187 @@
+"""A loader that is no ``DataLoader`` and has no state: anything that can be iterated over, resumed by a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.loader.derived_class import REPLAYED, class_of, swap
+from lightning_faulttolerant.loader.exactness import why_not_drawn_again
+from lightning_faulttolerant.loader.live_objects import torch_loaders_in
+from lightning_faulttolerant.loader.own_iter import takes_each_batch_alone
+from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer
+from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.state.generators import HeldGenerators
+
+
+def is_replayed(loader: object) -> bool:
+    """Return whether `loader` is followed by what it gives: it is none of torch's, or its class does more with them."""
+    if not isinstance(loader, DataLoader):
+        return True
+    return not (is_resumable(loader) or keeps_own_position(loader) or takes_each_batch_alone(type(loader)))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
+
+
+def why_not_replayed(loader: Any) -> str | None:
+    """Return why `loader` can't be drawn from again, or ``None`` if it can, as far as one can tell before."""
+    for name, inner in torch_loaders_in(loader).items():
+        reason = why_not_drawn_again(inner)
+        if reason is not None:
+            return reason if inner is loader else f"it takes its batches from {name}, and {reason}"
+    return None
+
+
+class ReplayedLoader:
+    """Follows any iterable through its iterations.
+
+    Args:
+        loader: The user's.
+        place: Which of the trainer's it is.
+    """
+
+    num_workers = 0
+    num_handed_out = 0
+    is_gone = False
+
+    def __init__(self, loader: Any, *, place: str = "") -> None:
+        self.loader = loader
+        self.place = place
+        self.followed = loader
+        """What the trainer is to iterate over."""
+        self.is_followed: Callable[[], bool] = lambda: True
+        self.is_held_back: Callable[[], bool] = lambda: False
+        self.on_first_batch: Callable[[], None] = lambda: None
+        kind: Any = type(loader)
+        self._user_class = kind.__base__ if hasattr(kind, REPLAYED) else kind
+        self._is_swapped = False
+        self.replayer = Replayer(loader, name=f"loader {place} ({self._user_class.__name__})")
+
+    @property
+    def strict(self) -> bool:
+        """Whether what can't be exact is an error."""
+        return self.replayer.strict
+
+    @strict.setter
+    def strict(self, strict: bool) -> None:
+        self.replayer.strict = strict
+
+    @property
+    def not_exact(self) -> list[str]:
+        """What is not exact."""
+        return self.replayer.not_exact
+
+    @not_exact.setter
+    def not_exact(self, lines: list[str]) -> None:
+        self.replayer.not_exact = lines
+
+    @property
+    def iteration(self) -> ReplayedIteration | None:
+        """The iteration that was begun last."""
+        return self.replayer.iteration
+
+    @property
+    def held(self) -> HeldGenerators:
+        """The generators that the loader holds."""
+        return self.replayer.held
+
+    def follow(self) -> None:
+        """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own.
+
+        Where its class doesn't allow it, or it is followed in another place already, `followed` stands in for it.
+        """
+        is_plain = isinstance(self.loader, torch.Tensor) or not hasattr(self._user_class, "__iter__")
+        if not (is_plain or hasattr(type(self.loader), REPLAYED)):
+            try:
+                swap(self.loader, class_of(self._user_class, self.iterate, **{REPLAYED: True}))
+            except TypeError:  # one of Python's own, or a class from which none can be derived
+                pass
+            else:
+                self._is_swapped = True
+                return
+        kind = _SizedStandIn if hasattr(self._user_class, "__len__") else _StandIn
+        self.followed = kind(self.loader, self.iterate, self._make_iterator)
+
+    def leave(self) -> None:
+        """Give the loader its own class back."""
+        if self._is_swapped:
+            swap(self.loader, self._user_class)
+            self._is_swapped = False
+
+    def _make_iterator(self) -> Iterator[Any]:
+        own = getattr(self._user_class, "__iter__", None)
+        made: Iterator[Any] = iter(self.loader) if own is None else own(self.loader)
+        return made
+
+    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin an iteration, or continue with the one that was resumed."""
+        if not self.is_followed():
+            return make_iterator()
+        if self.is_held_back():
+            return iter(())
+        return _Announced(self.replayer.iterate(make_iterator), self.on_first_batch)
+
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
+        """Return the position, as `Replayer.state_dict` does."""
+        return self.replayer.state_dict(consumed, iteration)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Bring the loader to a position of `state_dict`."""
+        self.replayer.load_state_dict(state_dict, self._make_iterator)
+
+    def replayed(self) -> list[Any]:
+        """Return the loader, and the iterators and the like in it, which a replay makes again."""
+        return [self.loader, *self.replayer.live()]
+
+    def close_workers(self) -> None:
+        """Do nothing: workers that the user's loader may have are its own affair."""
+
+    def release_workers(self) -> None:
+        """Do nothing, likewise."""
+
+
+class _Announced(Iterator[Any]):
+    """Says that the first batch is asked for, right before it is."""
+
+    def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:
+        self._batches = batches
+        self._before_first: Callable[[], None] | None = before_first
+
+    def __next__(self) -> Any:
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
+        return next(self._batches)
+
+
+class _StandIn:
+    """Stands in for a loader whose class can't be derived from, such as a generator."""
+
+    def __init__(
+        self,
+        loader: Any,
+        iterate: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
+        make_iterator: Callable[[], Iterator[Any]],
+    ) -> None:
+        self.user_loader = loader
+        self._iterate = iterate
+        self._make_iterator = make_iterator
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "user_loader":
+            raise AttributeError(name)
+        return getattr(self.user_loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self._make_iterator)
+
+
+class _SizedStandIn(_StandIn):
+    def __len__(self) -> int:
+        return len(self.user_loader)
+
+
+def user_loader_behind(loader: Any) -> Any:
+    """Return the loader for which `loader` stands in, or `loader` itself."""
+    return loader.user_loader if isinstance(loader, _StandIn) else loader

@@ -1,0 +1,179 @@
+"""Follows an iterable that has no state through its iterations, and brings another process to the same place.
+
+Where a new iteration can be begun from what the loader's objects hold, only that one is drawn again; at its very
+beginning, where nothing of it could be compared, the one before it too. Where an iterator, a thread, or something that
+a checkpoint can't carry lives on in the loader, all is drawn again since it was made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.index_record import Moment
+from lightning_faulttolerant.loader.live_objects import LiveObjects
+from lightning_faulttolerant.loader.replay import Chain, Run
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.objects.object_state import LOST
+from lightning_faulttolerant.state.rng import rng_state, set_rng_state
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedIteration:
+    """One iteration: its places in the chains that it is part of, the longest first."""
+
+    places: tuple[tuple[Chain, Run], ...]
+
+    @property
+    def num_out(self) -> int:
+        """How many of its batches have come out."""
+        return self.places[0][1].num_out
+
+    def place_to_compare(self, consumed: int | None) -> tuple[Chain, Run]:
+        """Return the shortest chain of which a batch can be compared after so many batches."""
+        num_batches = self.num_out if consumed is None else consumed
+        return self.places[-1] if num_batches else self.places[0]
+
+    def note(self, batch: Any, before: Moment, after: Moment) -> None:
+        """Note a batch, and the moments before and after it was drawn."""
+        for chain, _ in self.places:
+            chain.note(batch, before, after)
+
+    def note_end(self, before: Moment, after: Moment) -> None:
+        """Note its end, and the moments before and after it was found."""
+        for chain, _ in self.places:
+            chain.note_end(before, after)
+
+
+class Replayer:
+    """Follows one iterable.
+
+    Args:
+        loader: The user's.
+        name: What messages call it.
+    """
+
+    def __init__(self, loader: Any, *, name: str) -> None:
+        self._name = name
+        self._resumed: Iterator[Any] | None = None
+        self.strict = True
+        self.not_exact: list[str] = []
+        self.held = HeldGenerators({"loader": loader})
+        self._objects = LiveObjects(loader)
+        self.iteration: ReplayedIteration | None = None
+
+    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin an iteration, or continue with the one that was resumed."""
+        batches, self._resumed = self._resumed, None
+        if batches is None:
+            batches = self._begun(make_iterator)
+        assert self.iteration is not None
+        return ReplayedBatches(batches, self, self.iteration)
+
+    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        objects = self._objects.state_dict()
+        now = replace(self.moment(), objects=objects)
+        chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
+        if not chains or not (objects.get(LOST) or self._objects.live()):
+            chains.append(Chain(start=now))
+        self.iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
+        batches = make_iterator()
+        after = self.moment()
+        for chain in chains:
+            chain.note_iterator(now, after)
+        return batches
+
+    def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
+        """Return the position.
+
+        Args:
+            consumed: How many batches of the iteration have been used; ``None`` between iterations.
+            iteration: Which; the last one by default.
+
+        Raises:
+            NotExactError: If that position is not known any more.
+        """
+        iteration = iteration or self.iteration
+        state: dict[str, Any] = {"consumed": consumed, "now": self._objects.state_dict(), "chain": None}
+        if iteration is None:
+            return {**state, "consumed": None}
+        chain, run = iteration.place_to_compare(consumed)
+        return {**state, "chain": chain.state_dict(run, consumed)}
+
+    def load_state_dict(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> None:
+        """Draw everything again up to a position of `state_dict`, and let the next iteration continue from there."""
+        self._resumed = None
+        if state["chain"] is not None:
+            before = rng_state()
+            try:
+                batches = self._played(state["chain"], make_iterator)
+            finally:
+                set_rng_state(before)
+            self._resumed = None if state["consumed"] is None else batches
+        self._load(state["now"])
+        self.held.refresh()
+
+    def _played(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        num_batches = sum(num_out for num_out, _ in state["runs"])
+        _log.info("%s draws %s batches again that were trained before.", self._name, num_batches)
+        chain = Chain.from_state_dict(state)
+        batches, is_same = chain.play(state, make_iterator, restore=self._restore, load_objects=self._load)
+        if not is_same:
+            self._differs(num_batches, chain.num_batches)
+        self.iteration = ReplayedIteration(places=((chain, chain.runs[-1]),))
+        return batches
+
+    def _differs(self, num_before: int, num_now: int) -> None:
+        how = f"only {num_now} of the" if num_now < num_before else "others than the"
+        message = (
+            f"Begun again from the same random states, {self._name} gives {how} {num_before} batches that it gave"
+            " before: it keeps a state that can't be seen, its data changed, or it gives what training puts into it."
+            " Its batches would differ from the uninterrupted run. Give its class state_dict and load_state_dict, or"
+            " derive its order from a seed; or pass strict=False."
+        )
+        refuse(message, strict=self.strict, not_exact=self.not_exact)
+
+    def moment(self) -> Moment:
+        """Return the random states of this instant."""
+        self.held.refresh()
+        return Moment(rng=rng_state(), held=self.held.state_dict(), sampler_epochs=[])
+
+    def _restore(self, moment: Moment) -> None:
+        set_rng_state(moment.rng)
+        self._load(moment.objects)
+        missing = self.held.load_state_dict(moment.held) if moment.held else []
+        if missing:
+            reason = f"{self._name} is begun again: {lacks_generators(missing)}"
+            refuse(reason, strict=self.strict, not_exact=self.not_exact)
+
+    def _load(self, objects: Mapping[str, Any]) -> None:
+        for line in self._objects.load_state_dict(objects):
+            refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
+
+    def live(self) -> list[Any]:
+        """Return the iterators and the like in the loader, which a replay makes again."""
+        return list(self._objects.live().values())
+
+
+class ReplayedBatches(Iterator[Any]):
+    """Passes on what the user's iterator gives, and notes each batch."""
+
+    def __init__(self, batches: Iterator[Any], replayer: Replayer, iteration: ReplayedIteration) -> None:
+        self._batches = batches
+        self._replayer = replayer
+        self._iteration = iteration
+
+    def __next__(self) -> Any:
+        before = self._replayer.moment()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._iteration.note_end(before, self._replayer.moment())
+            raise
+        self._iteration.note(batch, before, self._replayer.moment())
+        return batch

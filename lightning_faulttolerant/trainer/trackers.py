@@ -1,0 +1,38 @@
+"""What follows a loader, by the kind of loader that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
+from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_behind, why_not_replayed
+from lightning_faulttolerant.loader.tracked import TrackedLoader
+from lightning_faulttolerant.loader.tracked_class import TRACKER
+
+OfWholeLoader = OwnLoader | ReplayedLoader
+"""Follows what the loader gives, rather than what it consists of."""
+Tracker = TrackedLoader | OfWholeLoader
+
+
+def why_not_whole(loader: Any) -> str | None:
+    """Return why a loader can't be followed as a whole, or ``None`` if it can."""
+    return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
+
+
+def tracker_of(loader: Any, *, place: str) -> OfWholeLoader:
+    """Return what follows a loader as a whole: by its own state if it has one, else by a replay."""
+    return OwnLoader(loader, place=place) if keeps_own_state(loader) else ReplayedLoader(loader, place=place)
+
+
+def user_loader(loader: Any) -> Any:
+    """Return the loader of which `loader` is our copy, or `loader` itself."""
+    tracker = getattr(loader, "__dict__", {}).get(TRACKER)
+    return user_loader_behind(loader) if tracker is None else tracker.user_loader
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
+    """Return the states that a checkpoint holds of loaders with a ``state_dict``, which Lightning gives every rank."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    states: list[Any] = fit_loop.get("combined_loader", [])
+    return states
