@@ -275,6 +275,13 @@ class IndexSide:
         rest = replay.run_through(indices, self._go_back_to)
         if not replay.is_same:
             self._differs(plan)
+        elif replay.not_compared:
+            _log.warning(
+                "The batches in flight of %s were drawn again. Whether they are the same can't be told of all that they"
+                " hold: %s.",
+                type(self._sampler).__name__,
+                ", ".join(sorted(replay.not_compared)),
+            )
         return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
