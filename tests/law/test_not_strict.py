@@ -17,7 +17,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.testing import KillAt
 from tests.data_sets import CountingSampler, NoisyDataset, Unsized
 from tests.processes import run
-from tests.runs import TwoLoaders, fit_net
+from tests.runs import fit_net
 
 ORDER = "order of samples and workers"
 
@@ -75,15 +75,14 @@ class Steps(Callback):
             file.write(f"validation after {trainer.global_step}\n")
 
 
-def steps(directory: Path, make: Callable[[], Any], *kills: int, module: Callable[[], Any] | None = None) -> Any:
+def steps(directory: Path, make: Callable[[], Any], *kills: int) -> Any:
     """Return what is written down in a run that is killed at these batches, and the last process's outcome."""
 
     def main(faults: list[Any]) -> None:
         ours = FaultTolerance(directory, run_id="run", every_n_train_steps=1, strict=False)
         callbacks = [ours, *faults, Steps(directory / "steps.txt")]
         arguments: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch": None}
-        own = None if module is None else module()
-        fit_net(callbacks, directory, train=make(), module=own, num_sanity_val_steps=0, **arguments)
+        fit_net(callbacks, directory, train=make(), num_sanity_val_steps=0, **arguments)
         if ours.resume_report is not None:
             (directory / "report.txt").write_text(str(ours.resume_report))
 
@@ -115,18 +114,6 @@ def test_steps_and_validations_are_as_many(name: str, kill: int, tmp_path: Path)
     assert ORDER not in report
     [reason] = [line for line in report.splitlines() if "NOT EXACT " in line]
     assert reason.removeprefix("  NOT EXACT ") in ended.output.replace(report, "")
-
-
-def test_short_loader_that_is_cycled(tmp_path: Path) -> None:
-    """Beside a long loader, one of 3 batches is in its second or third run: it is skipped as far as it was."""
-
-    def make() -> Any:
-        short = DataLoader(NoisyDataset(12), batch_size=4, in_order=False)
-        return {"long": DataLoader(NoisyDataset(), batch_size=4, shuffle=True), "short": short}
-
-    expected, _ = steps(tmp_path / "whole", make, module=TwoLoaders)
-    found, _ = steps(tmp_path / "killed", make, 5, module=TwoLoaders)
-    assert found == expected
 
 
 def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
