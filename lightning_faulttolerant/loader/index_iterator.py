@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from lightning_faulttolerant.loader.index_digest import updated
 from lightning_faulttolerant.loader.index_record import IndexRecord
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 
@@ -59,6 +60,8 @@ class IndexIterator(Iterator[Any]):
         batch = self._ahead.popleft() if self._ahead else self._draw()
         record.handed_out += 1
         record.recent.append(batch)
+        if record.digests:
+            record.digests.append(updated(record.digests[-1], batch, record.not_compared))
         if seeds is None:
             return batch
         step, begin = self._side.num_ranks, 0 if record.deal is None else record.deal.begin

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_faulttolerant.loader.dealt import Deal, GlobalOrder, Share
 from lightning_faulttolerant.loader.draws import DrawLog
+from lightning_faulttolerant.loader.index_digest import START, Digest
 from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
 
 _HELD = "held/"
@@ -52,7 +53,8 @@ class IndexRecord:
     """Where one iteration over the index sampler is.
 
     ``birth`` is when its workers were made, ``start`` when the sampler was started, ``first`` right before its first
-    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out. Where
+    index was drawn: between them torch draws the workers' seed. ``recent`` are the last batches handed out, ``digests``
+    that of all batches before them and that of all up to each; ``not_compared`` names what these can't tell. Where
     samples are seeded one by one, ``epoch`` counts the iterations before, ``num_samples`` the samples handed out.
     ``order`` and ``share`` say what all ranks together consume, where that is known; ``deal``, if other ranks began.
     """
@@ -64,11 +66,19 @@ class IndexRecord:
     first: Moment | None = None
     log: DrawLog = field(default_factory=DrawLog)
     recent: deque[Any] = field(default_factory=deque)
+    digests: deque[Digest] = field(default_factory=lambda: deque([START]))
+    not_compared: set[str] = field(default_factory=set)
     epoch: int = 0
     num_samples: int = 0
     order: GlobalOrder | None = None
     share: Share | None = None
     deal: Deal | None = None
+
+    def go_to(self, plan: IndexPlan) -> None:
+        """Count from the position of a plan on."""
+        self.handed_out, self.num_samples = plan.position, plan.num_samples
+        self.digests = deque(plan.digest_at_position, maxlen=self.digests.maxlen)
+        self.not_compared = set(plan.not_compared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +95,21 @@ class IndexPlan:
     handed_out: int = 0
     log: bytes = b""
     recent: tuple[Any, ...] = ()
+    digests: tuple[Digest, ...] = ()
+    not_compared: frozenset[str] = frozenset()
     num_samples: int = 0
     order: GlobalOrder | None = None
     deal: Deal | None = None
+
+    @property
+    def digest(self) -> Digest | None:
+        """The digest of all that was handed out; ``None`` in a checkpoint of an older version."""
+        return self.digests[-1] if self.digests else None
+
+    @property
+    def digest_at_position(self) -> tuple[Digest, ...]:
+        """That of all before `position`, if there is one."""
+        return self.digests[len(self.digests) - 1 - (self.handed_out - self.position) :][:1]
 
     @property
     def objects(self) -> list[Mapping[str, Any]]:
@@ -108,10 +130,12 @@ def plan_from_state(
         is_batched: Where samples are counted: whether an index batch holds the indices of several.
     """
     handed_out, recent, log = state["handed_out"], unpack_indices(state["recent"]), state["log"]
+    digests = [(values, sizes) for values, sizes in state.get("digests", ())]
     again = recent[len(recent) - (handed_out - position) :]
     num_again = 0 if is_batched is None else sum(len(batch) if is_batched else 1 for batch in again)
     if draws_again and handed_out > position:
         recent = recent[: len(recent) - (handed_out - position)]
+        digests = digests[: len(recent) + 1]
         handed_out, log = position, DrawLog(log).until(position).pack()
     return IndexPlan(
         birth=Moment.from_state_dict(state["birth"]),
@@ -121,6 +145,8 @@ def plan_from_state(
         handed_out=handed_out,
         log=log,
         recent=tuple(recent),
+        digests=tuple(digests),
+        not_compared=frozenset(state.get("not_compared", ())),
         num_samples=state.get("num_samples", 0) - num_again,
         order=None if state.get("order") is None else GlobalOrder(**state["order"]),
         deal=None if state.get("deal") is None else Deal.from_state_dict(state["deal"]),
@@ -144,6 +170,8 @@ def record_state(record: IndexRecord) -> dict[str, Any]:
         "handed_out": record.handed_out,
         "log": record.log.pack(),
         "recent": pack_indices(list(record.recent)),
+        "digests": [list(digest) for digest in record.digests],
+        "not_compared": sorted(record.not_compared),
         "num_samples": record.num_samples,
         "order": None if record.order is None else asdict(record.order),
         "share": None if record.share is None else asdict(record.share),

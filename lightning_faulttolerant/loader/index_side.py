@@ -12,20 +12,19 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, repeat
 from typing import Any
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.dealt import GlobalOrder, Share, order_of, share_of
 from lightning_faulttolerant.loader.draws import DrawLog, draws_only_at_its_start, generators_of
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
+from lightning_faulttolerant.loader.index_digest import START
 from lightning_faulttolerant.loader.index_iterator import IndexIterator
 from lightning_faulttolerant.loader.index_record import IndexPlan, IndexRecord, Moment
-from lightning_faulttolerant.loader.indices import pack_indices
+from lightning_faulttolerant.loader.index_replay import Replay
 from lightning_faulttolerant.loader.objects import LoaderObjects, of_workers_in
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.sampler_epochs import epoch_in, epochs_of, is_interruptible, put_epochs
-from lightning_faulttolerant.loader.skipping import rest_of
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state, torch_rng_state
@@ -114,6 +113,7 @@ class IndexSide:
         self.record = IndexRecord(
             first_batch=0 if plan is None else plan.position,
             recent=deque(maxlen=self._window),
+            digests=deque([] if self.is_endless else [START], maxlen=self._window + 1),
             share=self.current_share(),
         )
 
@@ -260,15 +260,28 @@ class IndexSide:
             self._is_first_due = True  # its first draw comes later, under the states that are put back meanwhile
             return iter(self._sampler)
         record.start, record.first, record.log = plan.start, plan.first, DrawLog(plan.log)
-        record.handed_out = plan.position
-        record.num_samples = plan.num_samples
+        record.go_to(plan)
         self._go_back_to(plan.first)
-        rest = self._skip_at_once(plan)
+        replay = Replay(self._sampler, plan)
+        rest = None if self.may_draw or self.is_endless else replay.skipped()
         if rest is None:
             self._go_back_to(plan.start)
             indices = iter(self._sampler)
             self._go_back_to(plan.first)
-            rest = self._skip(indices, plan)
+            rest = indices if self.is_endless else self._run_through(replay, indices, plan)
+        return rest
+
+    def _run_through(self, replay: Replay, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
+        rest = replay.run_through(indices, self._go_back_to)
+        if not replay.is_same:
+            self._differs(plan)
+        elif replay.not_compared:
+            _log.warning(
+                "The batches in flight of %s were drawn again. Whether they are the same can't be told of all that they"
+                " hold: %s.",
+                type(self._sampler).__name__,
+                ", ".join(sorted(replay.not_compared)),
+            )
         return rest
 
     def draw(self, indices: Iterator[Any]) -> Any:
@@ -306,41 +319,6 @@ class IndexSide:
         )
         refuse(message, strict=self.strict, not_exact=self.not_exact)
 
-    def _skip_at_once(self, plan: IndexPlan) -> Iterator[Any] | None:
-        """Return the batches behind the position, or ``None`` if the sampler has to be run through."""
-        known = plan.handed_out - len(plan.recent)
-        indices = rest_of(self._sampler, known - 1) if known and not plan.log and not self.may_draw else None
-        if indices is None:
-            return None
-        next(indices, None)  # what it draws when it begins, it draws now, even where nothing is given again
-        replayed = list(islice(indices, len(plan.recent)))
-        if pack_indices(replayed) != pack_indices(list(plan.recent)):
-            _log.info("%s is run through: skipping it did not give its last batches.", type(self._sampler).__name__)
-            return None
-        return _chain(plan.recent[plan.position - known :], indices)
-
-    def _skip(self, indices: Iterator[Any], plan: IndexPlan) -> Iterator[Any]:
-        if self.is_endless:
-            return indices
-        known = plan.handed_out - len(plan.recent)
-        replayed = list(self._replay(indices, plan)[known:])
-        if pack_indices(replayed) != pack_indices(list(plan.recent)):
-            self._differs(plan)
-        again = plan.recent[plan.position - known :]
-        return _chain(again, indices)
-
-    def _replay(self, indices: Iterator[Any], plan: IndexPlan) -> Sequence[Any]:
-        """Return the batches that the sampler gives again; those that are not looked at may be left out as ``None``."""
-        known = plan.handed_out - len(plan.recent)
-        if not plan.log:
-            deque(islice(indices, known), maxlen=0)
-            return [*repeat(None, known), *islice(indices, len(plan.recent))]
-        replayed: list[Any] = []
-        for batch, states in self.record.log.states():
-            replayed += islice(indices, batch - len(replayed))
-            self._go_back_to(Moment.from_states(states))
-        return replayed + list(islice(indices, plan.handed_out - len(replayed)))
-
     def _differs(self, plan: IndexPlan) -> None:
         inner = getattr(self._sampler, "sampler", None)
         name = type(self._sampler).__name__ + ("" if inner is None else f" over {type(inner).__name__}")
@@ -371,8 +349,3 @@ class IndexSide:
     def _samplers_with_epoch(self) -> list[Any]:
         chain = (self._sampler, getattr(self._sampler, "sampler", None))
         return [s for s in chain if callable(getattr(s, "set_epoch", None))]
-
-
-def _chain(again: Iterable[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from again
-    yield from rest

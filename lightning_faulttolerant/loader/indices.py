@@ -1,32 +1,55 @@
-"""Index batches as what a checkpoint may hold, and back: same values, same types."""
+"""Index batches as what a checkpoint may hold, and back: same values, same types.
+
+A batch with an object in it, such as a named tuple or a `CutSet` of lhotse, is not kept: the sampler draws it again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import struct
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_faulttolerant.errors import NotExactError
+_PLAIN = (int, float, str, bytes, bool, type(None))
 
-_PLAIN = (int, float, str, bool, type(None))
+
+@dataclass(frozen=True, slots=True)
+class NotKept:
+    """Stands for an index batch that a checkpoint can't hold.
+
+    Args:
+        num_samples: How many items it has, if it is a list or a tuple.
+    """
+
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 def pack_indices(batches: list[Any]) -> list[Any]:
-    """Return the index batches as nested lists of plain values and bytes, each with its kind.
-
-    Raises:
-        NotExactError: If an index is of a type that a checkpoint can't hold.
-    """
-    return [_pack(batch) for batch in batches]
+    """Return the index batches as nested lists of plain values and bytes, each with its kind."""
+    return [_pack_or_leave(batch) for batch in batches]
 
 
 def unpack_indices(packed: list[Any]) -> list[Any]:
-    """Return what `pack_indices` was given."""
+    """Return what `pack_indices` was given, with a `NotKept` for each batch that could not be kept."""
     return [_unpack(item) for item in packed]
+
+
+def _pack_or_leave(batch: Any) -> Any:
+    try:
+        return _pack(batch)
+    except _HoldsObjectError:
+        return ["not kept", len(batch) if isinstance(batch, (list, tuple)) else 1]
+
+
+class _HoldsObjectError(Exception):
+    """A batch has something in it that is neither a plain value nor made of them."""
 
 
 def _pack(value: Any) -> Any:
@@ -41,10 +64,9 @@ def _pack(value: Any) -> Any:
         return ["tensor", str(value.dtype).removeprefix("torch."), value.tolist()]
     if _is_numpy(value):
         return ["numpy", str(value.dtype), value.tolist()]
-    raise NotExactError(
-        f"The sampler gives an index of type {type(value).__name__}, which can't be kept in a checkpoint. Batches in"
-        " flight could not be handed out again. Let the sampler give integers, strings, tuples, tensors or arrays."
-    )
+    if type(value) is dict:
+        return ["dict", *(_pack(item) for pair in value.items() for item in pair)]
+    raise _HoldsObjectError
 
 
 def _unpack(item: list[Any]) -> Any:
@@ -53,6 +75,8 @@ def _unpack(item: list[Any]) -> Any:
         return list(struct.unpack(f"<{len(values[0]) // 8}q", values[0]))
     if kind == "plain":
         return values[0]
+    if kind == "not kept":
+        return NotKept(values[0])
     if kind == "tensor":
         return torch.tensor(values[1], dtype=getattr(torch, values[0]))
     if kind == "numpy":
@@ -61,6 +85,8 @@ def _unpack(item: list[Any]) -> Any:
         array = np.asarray(values[1], dtype=values[0])
         return array if array.ndim else array[()]
     children = [_unpack(value) for value in values]
+    if kind == "dict":
+        return dict(zip(children[::2], children[1::2], strict=True))
     return tuple(children) if kind == "tuple" else children
 
 

@@ -3,6 +3,7 @@
 Ours compute the index at any position. The order of torch's is made as torch makes it, from the same generators, and
 the indices that are not needed are left out before they become Python numbers: of 10 million samples that saves most of
 the time. Whoever asks has to compare what is given again with what was given before, for torch may change how it draws.
+Samplers with weights, or with indices of their own, are run through: these may have changed, and all of it is compared.
 """
 
 from __future__ import annotations
@@ -12,14 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 
@@ -80,16 +74,6 @@ def _shuffled(sampler: RandomSampler, num_indices: int) -> Iterator[int]:
     torch.randperm(length, generator=generator)
 
 
-def _subset(sampler: SubsetRandomSampler, num_indices: int) -> Iterator[int]:
-    for i in torch.randperm(len(sampler.indices), generator=sampler.generator)[num_indices:].tolist():
-        yield sampler.indices[i]
-
-
-def _weighted(sampler: WeightedRandomSampler, num_indices: int) -> Iterator[int]:
-    drawn = torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-    yield from drawn[num_indices:].tolist()
-
-
 def _distributed(sampler: DistributedSampler[Any], num_indices: int) -> Iterator[int]:
     # Its order, made at once from a generator of its own, is a list: its iterator steps forward in C.
     return islice(iter(sampler), num_indices, None)
@@ -99,6 +83,4 @@ _SKIPS: dict[type, Callable[[Any, int], Iterator[Any] | None]] = {
     DistributedSampler: _distributed,
     RandomSampler: _random,
     SequentialSampler: _sequential,
-    SubsetRandomSampler: _subset,
-    WeightedRandomSampler: _weighted,
 }

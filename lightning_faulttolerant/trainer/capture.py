@@ -42,6 +42,8 @@ from lightning_faulttolerant.trainer.param_groups import held_by_groups
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
+from lightning_faulttolerant.trainer.report import OBJECTS as OBJECT_STATE
+from lightning_faulttolerant.trainer.report import ORDER
 from lightning_faulttolerant.trainer.strategy import Loaders
 
 OBJECTS = "objects"
@@ -49,7 +51,7 @@ OBJECTS = "objects"
 PARTS = {
     "rng": "random generators",
     "held": "generators held by objects",
-    "loaders": "order of samples and workers",
+    "loaders": ORDER,
     "gradients": "gradients of an open accumulation window",
     "buffers": "buffers outside the state_dict",
     "metrics": "metrics",
@@ -57,7 +59,7 @@ PARTS = {
     "flags": "training and frozen flags",
     "callbacks": "what callbacks keep and do not save",
     "trainer": "trainer attributes",
-    OBJECTS: "object state",
+    OBJECTS: OBJECT_STATE,
 }
 
 

@@ -264,12 +264,15 @@ def forget_unstarted_fetchers(trainer: Trainer) -> None:
             loop._data_fetcher = None
 
 
-def renew_iterator(trainer: Trainer, state: Mapping[str, Any] | None = None) -> None:
+def renew_iterator(
+    trainer: Trainer, state: Mapping[str, Any] | None, skip: Callable[[list[Any], list[Any]], None]
+) -> None:
     """Make the training loaders' iterators anew, as at the beginning of an epoch, if there are any already.
 
     Args:
         trainer: Whose.
         state: What `combined_state` gave: put back before the fetcher fetches a batch ahead.
+        skip: Gets the new iterators and their loaders, before that.
     """
     fetcher = trainer.fit_loop._data_fetcher
     if trainer.fit_loop._combined_loader is None or fetcher is None:
@@ -280,6 +283,9 @@ def renew_iterator(trainer: Trainer, state: Mapping[str, Any] | None = None) -> 
         def reset_and_load() -> None:
             reset()
             _load_combined(trainer, state)
+            combined = trainer.fit_loop._combined_loader
+            if combined is not None and combined._iterator is not None:
+                skip(combined._iterator.iterators, combined.flattened)
 
         return reset_and_load
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,32 @@ NO_PART = (
     " values of the epoch start anew, as Lightning does"
 )
 """Said of a checkpoint that somebody else wrote."""
+ORDER, OBJECTS = "order of samples and workers", "object state"
+"""What a report calls the places of loaders, and what training has changed on the user's objects."""
+# How a reason begins that is about a part, and does not begin with the part's own name.
+_ABOUT = {
+    "weights": r"module\.|.* can't be restored exactly: |.* has changed .* the load of the checkpoint",
+    "optimizers": r"optimizers\.|while training, optimizer ",
+    "schedulers": r"while training, scheduler |.*, and schedulers that wait for a value",
+    "trainer attributes": r"trainer\.",
+    ORDER: r"(Loader )?(train|validation)/\d",
+}
+
+
+def still_exact(
+    parts: Iterable[str], not_exact: Collection[str], *, loaders: Collection[str], objects: Collection[str]
+) -> tuple[str, ...]:
+    """Return those of the restored parts that no reason is about.
+
+    Args:
+        parts: What was restored, as a report calls it.
+        not_exact: The reasons why something is not exact.
+        loaders: Those of them that loaders gave.
+        objects: What of the object state was not restored.
+    """
+    lost = {part for part, pattern in _ABOUT.items() if any(re.match(pattern, reason) for reason in not_exact)}
+    lost |= ({ORDER} if loaders else set()) | ({OBJECTS} if objects else set())
+    return tuple(part for part in parts if part not in lost and not any(r.startswith(part) for r in not_exact))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

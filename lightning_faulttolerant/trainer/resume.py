@@ -33,7 +33,7 @@ from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
-from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport
+from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport, still_exact
 from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
 from lightning_faulttolerant.trainer.telling import tell
@@ -366,10 +366,13 @@ class Resume:
     @property
     def report(self) -> ResumeReport | None:
         """What was restored, and what of it has turned out since not to be exact: a worker may say so later."""
-        return self._report and replace(self._report, not_exact=self._all_not_exact())
+        return self._report and self._as_known_now(self._report)
 
-    def _all_not_exact(self) -> tuple[str, ...]:
-        return (*self._not_exact, *self._loaders.not_exact)
+    def _as_known_now(self, report: ResumeReport) -> ResumeReport:
+        loaders = self._loaders.not_exact
+        not_exact = (*self._not_exact, *loaders)
+        exact = still_exact(report.exact, not_exact, loaders=loaders, objects=report.objects)
+        return replace(report, exact=exact, not_exact=not_exact)
 
     def settle(self) -> None:
         """End the resume and report it."""
@@ -382,18 +385,17 @@ class Resume:
         saved = self._part["surroundings"] if self._part is not None else {}
         changed = differences(saved, surroundings(self._trainer)) if saved else ()
         notes = [f"the arithmetic may differ in the last bits: {line}" for line in changed]
-        self._report = ResumeReport(
+        report = ResumeReport(
             path=self._path,
             **place_of(self._trainer, position),
             global_step=self._trainer.global_step,
             exact=(*LIGHTNINGS_PARTS, *(PARTS[name] for name in PARTS if name in self._state)),
-            not_exact=self._all_not_exact(),
             objects=self._objects,
             notes=(*notes, *self.notes, *self._files.notes),
             seconds=time.monotonic() - self._began,
         )
-        self._state, self._callback_states = {}, {}
+        self._report, self._state, self._callback_states = report, {}, {}
         with above_the_bar():
-            tell(f"{self._report}")
+            tell(f"{self.report}")
         if position is not None and position.is_in_epoch:
             go_on_at(self._trainer, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.fingerprint import loader_fingerprint
+from lightning_faulttolerant.trainer.left_loaders import place_or_none, skip_consumed
 from lightning_faulttolerant.trainer.mark import Mark
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.ranks.group import Ranks
@@ -268,8 +270,10 @@ class Loaders:
         if ahead is not None:
             self.load_held(ahead["held"])
             set_rng_state(ahead["rng"])
+        num_ahead = 1 if ahead is None and compat.fetches_ahead(self._trainer) else 0
+        skip = functools.partial(skip_consumed, state=state, stage=TRAIN, num_ahead=num_ahead)
         with self.iterated_by_trainer():
-            compat.renew_iterator(self._trainer, state.get("combined"))
+            compat.renew_iterator(self._trainer, state.get("combined"), skip)
 
     def mark(self) -> None:
         """Note where the training loaders are, right before a batch is fetched ahead of its use."""
@@ -306,7 +310,7 @@ class Loaders:
             in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin anew.
         """
         mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
-        places = {
+        places: dict[str, Any] = {
             place: tracker.state_dict(None)
             for place, tracker in self.trackers.items()
             if not place.startswith(TRAIN) and not tracker.is_gone
@@ -314,14 +318,16 @@ class Loaders:
         for place, tracker in self._training().items():
             iteration: Any = tracker.iteration if mark is None else mark.iterations.get(place, (None, 0))[0]
             num_out = None if iteration is None else iteration.num_out if mark is None else mark.iterations[place][1]
-            places[place] = tracker.state_dict(num_out if in_epoch else None, iteration)
+            state_of = functools.partial(tracker.state_dict, num_out if in_epoch else None, iteration)
+            places[place] = place_or_none(place, state_of, strict=self.strict, not_exact=self.not_exact)
+        lost = [place for place, found in places.items() if found is None]
         combined = compat.combined_state(self._trainer) if mark is None else mark.combined
         own = self._own_states()
         if mark is not None:
             own.update({place: state for place, state in mark.own.items() if place.startswith(TRAIN)})
         return {
-            "places": places,
-            "left": [place for place in self.untracked if place.startswith(TRAIN)],
+            "places": {place: found for place, found in places.items() if found is not None},
+            "left": [*lost, *(place for place in self.untracked if place.startswith(TRAIN))],
             "own": own,
             "combined": combined if in_epoch else None,
             "ahead": None if mark is None else {"rng": mark.rng, "held": mark.held},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_faulttolerant.errors import NotExactError
-from lightning_faulttolerant.loader.indices import pack_indices, unpack_indices
+from lightning_faulttolerant.loader.indices import NotKept, pack_indices, unpack_indices
 
 plain = st.integers() | st.floats(allow_nan=False) | st.text() | st.booleans() | st.none()
 batches = st.lists(
@@ -67,14 +65,23 @@ def test_two_dimensional_empty_and_mixed_batches_come_back() -> None:
     assert unpack_indices(pack_indices(given_batches))[3] == (3, [4])
 
 
-def test_other_types_are_refused() -> None:
-    """An index of a type that a safe checkpoint can't hold raises, and the type is named."""
-    with pytest.raises(NotExactError, match="gives an index of type set, which can't be kept"):
-        pack_indices([[1, {2}]])
+def test_dicts_and_bytes_come_back() -> None:
+    """A dict of plain values is the same, in its order; bytes are bytes."""
+    [found] = unpack_indices(safe(pack_indices([[{"video": "a.mp4", 3: (1, 2)}, b"x"]])))
+    assert typed(found) == typed([{"video": "a.mp4", 3: (1, 2)}, b"x"])
+    assert list(found[0]) == ["video", 3]
 
 
-def test_subclass_is_not_flattened_to_its_base() -> None:
-    """A named tuple would come back as something else: it is refused rather than changed."""
-    pair = namedtuple("pair", ["a", "b"])
-    with pytest.raises(NotExactError, match="type pair"):
-        pack_indices([[pair(1, 2)]])
+class Clip(NamedTuple):
+    """A part of a video."""
+
+    video: str
+    start: int
+
+
+@pytest.mark.parametrize("index", [{2}, Clip("a.mp4", 3), object(), True.__class__, lambda: 1])
+def test_batch_that_holds_an_object_is_not_kept(index: Any) -> None:
+    """What would come back as something else, or not at all, is left to the sampler; only its size is kept."""
+    found = unpack_indices(safe(pack_indices([[1, index, 5], [3]])))
+    assert found == [NotKept(3), [3]]
+    assert len(found[0]) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_faulttolerant import ResumeReport
+from lightning_faulttolerant.trainer.report import OBJECTS, ORDER, still_exact
 
 
 def make(**arguments: object) -> ResumeReport:
@@ -53,3 +54,25 @@ def test_report_cant_be_changed() -> None:
     """A report is a fact."""
     with pytest.raises(AttributeError):
         make().epoch = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("reason", "lost"),
+    [
+        ("metrics: nothing to restore 'a' into", "metrics"),
+        ("module.parameters.a: [1] when it was saved, [2] now", "weights"),
+        ("optimizers.0.lr: 1 when it was saved, 2 now", "optimizers"),
+        ("train/0.num_workers: 2 when it was saved, 0 now", ORDER),
+        ("something else", ""),
+    ],
+)
+def test_what_is_not_exact_is_no_longer_among_what_is(reason: str, lost: str) -> None:
+    """A part that a reason is about isn't listed as exact; others are."""
+    parts = ("weights", "optimizers", "metrics", ORDER, OBJECTS)
+    assert still_exact(parts, [reason], loaders=[], objects=[]) == tuple(part for part in parts if part != lost)
+
+
+def test_reasons_of_loaders_and_objects() -> None:
+    """Whatever a loader says is about the order; what was not restored of objects is about these."""
+    assert still_exact((ORDER, OBJECTS), ["any"], loaders=["any"], objects=[]) == (OBJECTS,)
+    assert still_exact((ORDER, OBJECTS), [], loaders=[], objects=["any"]) == (ORDER,)

@@ -28,7 +28,7 @@ import torch
 
 from lightning_faulttolerant.state.objects import containers
 from lightning_faulttolerant.state.objects.users import is_users
-from lightning_faulttolerant.state.reachable import has_dict, own_dict
+from lightning_faulttolerant.state.reachable import MANIFESTS, has_dict, own_dict
 
 _OF_IPYTHON = re.compile(r"_{1,3}|_[dio]h|_i{1,3}|_i?\d+")
 _P = ParamSpec("_P")
@@ -220,6 +220,8 @@ def _is_walked_kind(kind: type) -> bool:
         return False
     if module == "torch" or module.startswith("torch."):
         return module.startswith(_TORCH_WALKED)
+    if module.startswith(MANIFESTS):
+        return False
     if module == "queue" or (module == "threading" and kind.__name__ in _WALKED_OF_THREADING):
         return True  # their locks are live, what they hold is state
     root = module.partition(".")[0]
@@ -253,8 +255,9 @@ def is_hash(value: Any) -> bool:
 
 def is_live(value: Any) -> bool:
     """Return whether `value` stands for something outside of Python: a file, a connection, a logger of a service."""
-    root = (type(value).__module__ or "").partition(".")[0]
-    return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN
+    module = type(value).__module__ or ""
+    root = module.partition(".")[0]
+    return root in _LIVE_ROOTS - {"builtins"} or f"{root}." == _OWN or module.startswith(MANIFESTS)
 
 
 def holds_data(value: Any) -> bool:

@@ -10,6 +10,12 @@ from typing import Any
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_faulttolerant.", "streaming.", "litdata.")
 
 
+# What an iteration moves on a library's own samplers, and drawing the batches again moves as well.
+_MOVED = {
+    "lhotse.dataset.sampling.": frozenset({"_iter", "_remaining_duration", "_reusable", "_shuffled_items", "cuts_iter",
+                                           "remaining_cuts", "rng", "sampled_indexes"}),
+}  # fmt: skip
+
 _known: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
@@ -22,7 +28,8 @@ def names_in_libraries(kind: type) -> frozenset[str]:
     """Return every name that the methods use which a class inherits from a library: its attributes are among them."""
     if kind not in _known:
         methods = (value for base in kind.__mro__ if is_librarys(base) for value in vars(base).values())
-        _known[kind] = names_in_code(methods)
+        moved = (names for base in kind.__mro__ for of, names in _MOVED.items() if base.__module__.startswith(of))
+        _known[kind] = names_in_code(methods).union(*moved)
     return _known[kind]
 
 

@@ -1,0 +1,131 @@
+"""With ``strict=False`` a run that can't be followed has the right number of steps, and says what is not exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, Sampler
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.errors import NotExactError
+from lightning_faulttolerant.testing import KillAt
+from tests.data_sets import CountingSampler, NoisyDataset, Unsized
+from tests.processes import run
+from tests.runs import fit_net
+
+ORDER = "order of samples and workers"
+
+
+class FromTheSystem(Sampler[int]):
+    """Shuffles by what the operating system draws, which nobody can restore."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(32), key=lambda _: os.urandom(8)))
+
+
+class Lost(Sampler[list[int]]):
+    """Likewise, in batches of an object that a checkpoint can't hold."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        order = iter(FromTheSystem())
+        return iter([Indices(next(order) for _ in range(4)) for _ in range(8)])
+
+
+class Indices(list[int]):
+    """Is no plain list."""
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "refused at its start": lambda: DataLoader(NoisyDataset(), batch_size=4, in_order=False),
+    "refused, and without a length": lambda: Unsized(NoisyDataset(), batch_size=4, in_order=False),
+    "a refused replay": lambda: DataLoader(NoisyDataset(), batch_size=4, sampler=CountingSampler()),
+    "a refused replay, and without a length": lambda: Unsized(NoisyDataset(), batch_size=4, sampler=CountingSampler()),
+    "drawn by the system": lambda: DataLoader(NoisyDataset(), batch_size=4, sampler=FromTheSystem(), num_workers=2),
+    "objects drawn by the system": lambda: DataLoader(NoisyDataset(), batch_sampler=Lost(), num_workers=2),
+}
+
+
+FAST = ("refused, and without a length", "a refused replay")
+
+
+class Steps(Callback):
+    """Writes down each step, and each validation, with its place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, idx: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"step {trainer.current_epoch} {idx} {trainer.is_last_batch}\n")
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        with self.path.open("a") as file:
+            file.write(f"validation after {trainer.global_step}\n")
+
+
+def steps(directory: Path, make: Callable[[], Any], *kills: int) -> Any:
+    """Return what is written down in a run that is killed at these batches, and the last process's outcome."""
+
+    def main(faults: list[Any]) -> None:
+        ours = FaultTolerance(directory, run_id="run", every_n_train_steps=1, strict=False)
+        callbacks = [ours, *faults, Steps(directory / "steps.txt")]
+        arguments: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+        fit_net(callbacks, directory, train=make(), num_sanity_val_steps=0, **arguments)
+        if ours.resume_report is not None:
+            (directory / "report.txt").write_text(str(ours.resume_report))
+
+    directory.mkdir()
+    for kill in kills:
+        assert run(lambda kill=kill: main([KillAt(kill)])).exit_code == -signal.SIGKILL
+    ended = run(lambda: main([]))
+    assert ended.exit_code == 0, ended.output
+    return (directory / "steps.txt").read_text().splitlines(), ended
+
+
+@pytest.mark.filterwarnings("ignore:.*number of training batches")
+@pytest.mark.parametrize(
+    ("name", "kill"),
+    [
+        *(pytest.param(name, 13, marks=() if name in FAST else pytest.mark.slow) for name in LOADERS),
+        # In its first run over the data the sampler that counts is followed.
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in LOADERS if "replay" not in name),
+    ],
+)
+def test_steps_and_validations_are_as_many(name: str, kill: int, tmp_path: Path) -> None:
+    """The consumed batches are skipped; the report names what is not exact, and not as exact too."""
+    expected, _ = steps(tmp_path / "whole", LOADERS[name])
+    found, ended = steps(tmp_path / "killed", LOADERS[name], kill)
+    assert found == expected
+    assert len([line for line in found if line.startswith("step")]) == 16
+    report = (tmp_path / "killed" / "report.txt").read_text()
+    assert report.startswith("Resumed NOT EXACTLY")
+    assert ORDER not in report
+    [reason] = [line for line in report.splitlines() if "NOT EXACT " in line]
+    assert reason.removeprefix("  NOT EXACT ") in ended.output.replace(report, "")
+
+
+def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
+    """Under ``strict``, the default, such a resume is refused, and nothing is trained."""
+
+    def main(*faults: Any) -> None:
+        ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1)
+        train = DataLoader(NoisyDataset(), batch_sampler=Lost(), num_workers=2)
+        fit_net([ours, *faults], tmp_path, train=train, max_epochs=1)
+
+    assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
+    ended = run(main)
+    assert ended.exit_code != 0
+    assert NotExactError.__name__ in ended.output
+    assert "Lost gives other indices than it gave before" in ended.output
