@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,36 @@ def start(command: Command, *, output: Path, mark: Path) -> int:
     # In a thread, whose stack is empty: whoever looks at the stack there finds no test.
     _thread.start_new_thread(exec, (_OUTERMOST, _names(functools.partial(_first, started, command, output, mark))))
     return started.get()
+
+
+class Popen:
+    """What `subprocess.Popen` is for a process that was started: for one that `start` has forked.
+
+    Args:
+        command: As those of `start`.
+        output: As those of `start`.
+        mark: As those of `start`.
+    """
+
+    def __init__(self, command: Command, *, output: Path, mark: Path) -> None:
+        self.pid = start(command, output=output, mark=mark)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, once there is one."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def wait(self, timeout: float = 150) -> int:
+        """Wait for its end, at most so many seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a script", timeout)
+            time.sleep(0.005)
+        return code
 
 
 def _names(prepare: Callable[[], Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,7 +86,6 @@ def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
     output, mark = directory / "output", directory / "mark"
     output.write_text("")
     process_id = python.start(command, output=output, mark=mark)
-    assert process_id in python.marked(mark)
     _, status = os.waitpid(process_id, 0)
     deadline = time.monotonic() + 20
     while left := python.marked(mark):
@@ -128,6 +128,26 @@ def test_what_fails_in_a_test_is_not_told(tmp_path: Path, monkeypatch: pytest.Mo
     """An exception that this process has seen is none of the forked one's."""
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     assert run(["-c", "import sys; print(hasattr(sys, 'last_value'))"], tmp_path, forks=True) == (0, "False\n")
+
+
+def test_what_runs_is_found(tmp_path: Path) -> None:
+    """A process, and what it has started in a session of its own, keep the mark open until they end."""
+    sleep = "import time; time.sleep(60)"
+    text = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
+    )
+    command = python.Command(words=[sys.executable, "-c", text], directory=str(tmp_path), environment={})
+    mark = tmp_path / "mark"
+    process = python.Popen(command, output=tmp_path / "output", mark=mark)
+    deadline = time.monotonic() + 20
+    while len({os.getsid(found) for found in python.marked(mark)}) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.pid in python.marked(mark)
+    for found in python.marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
 
 
 def test_other_programs_are_started(tmp_path: Path) -> None:

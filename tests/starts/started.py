@@ -243,35 +243,11 @@ class Forked(Process):
         self._output.touch()
         self._mark = self._record.with_suffix(".open")
         wanted = python.Command(words=command, directory=str(cwd), environment=environment)
-        self.process_id = python.start(wanted, output=self._output, mark=self._mark)
-        self._popen = _Waited(self.process_id)
+        self._popen = python.Popen(wanted, output=self._output, mark=self._mark)
+        self.process_id = self._popen.pid
 
     def _living(self) -> list[int]:
         return [*super()._living(), *python.marked(self._mark)]
-
-
-class _Waited:
-    """What is needed of `subprocess.Popen`."""
-
-    def __init__(self, process_id: int) -> None:
-        self._process_id = process_id
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
-        if self._code is None:
-            done, status = os.waitpid(self._process_id, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if done else None
-        return self._code
-
-    def wait(self, timeout_seconds: float = 150) -> int:
-        """Wait for its end."""
-        deadline = time.monotonic() + timeout_seconds
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a script", timeout_seconds)
-            time.sleep(0.005)
-        return code
 
 
 @dataclass(frozen=True)
