@@ -45,7 +45,10 @@ def test_two_scripts_with_one_folder(project: Project) -> None:
     assert_interrupted(first, 4, FIT)
     names = run_names(project)
     assert [name.partition("-")[0] for name in names] == ["cluster"], names
-    assert_starts_over(project.start("cluster_too.py", "0.1"), name=FIT)
+    second = project.start("cluster_too.py", "0.1")
+    jobs = sorted(path.name for path in project.directory.glob("submitit_logs/*_submitted.pkl"))
+    assert len(jobs) == 2, f"submitit names a job by its process id, and two had the same one: {jobs}"
+    assert_starts_over(second, name=FIT)
     third = project.start("cluster.py", "0.1")
     assert third.exit_code == 0, third.output
     continues(first, third, FIT)
