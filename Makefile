@@ -82,10 +82,11 @@ try-browser:
 slow: compiled $(LIBRARIES)
 	$(BIN)/$(SUITE) -m slow $(PYTEST_ARGS)
 
-# Of the tests those that need Lightning: `make test` has tried the others beside the same torch.
-OLDEST_TESTS := law trainer cli examples benchmarks loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
+# Of the tests those that need Lightning, and of laws about data a part (tests/harness/oldest.py): `make test` has tried
+# the others beside the same torch.
+OLDEST_TESTS := law trainer examples cli/test_inspection.py loader/test_resumable_fabric.py test_law_basic.py test_docs.py test_package.py
 oldest: $(OLDEST)
-	.venv-oldest/bin/$(SUITE) -m "not slow" $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
+	.venv-oldest/bin/$(SUITE) -m "not slow" --on-oldest $(addprefix tests/,$(OLDEST_TESTS)) $(PYTEST_ARGS)
 
 libraries: $(LIBRARIES)  ## make the environment of the libraries whose scripts the slow tests run
 

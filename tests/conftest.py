@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.harness import durations
+from tests.harness import durations, oldest
 from tests.harness.s3 import shared_endpoint
 from tests.harness.shared_runs import SharedRuns, share
 from tests.s3 import CREDENTIALS, client, s3_server
@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-of-each-law", action="store_true", help="only the shortest fast case of each file in tests/law"
     )
+    parser.addoption("--on-oldest", action="store_true", help="leave out what the data side alone decides")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for number, item in enumerate(same):
             if _is_slow(number, len(same)):
                 item.add_marker(pytest.mark.slow)
+    if config.getoption("--on-oldest"):
+        items[:] = oldest.select(items)
     if config.getoption("--one-of-each-law"):
         shortest = durations.shortest_tests()
         fast = [item for item in reversed(items) if _is_law(item) and item.get_closest_marker("slow") is None]

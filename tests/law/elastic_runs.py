@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
@@ -221,8 +222,21 @@ def fit(plan: Plan, leg: Leg, directory: Path, ledger: Path) -> None:
 def run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "") -> list[Entries]:
     """Run the legs one after the other, as restarts of one command; return what each wrote down.
 
-    With `error` the last one is to fail with it on each rank.
+    With `error` the last one is to fail with it on each rank. What has a seed, and nobody interrupts, is run once for
+    all tests of the process.
     """
+    if len(legs) > 1 or legs[0].kill or legs[0].save or directory or error or plan.seed is None:
+        return _run(plan, *legs, directory=directory, error=error)
+    key = cloudpickle.dumps((plan, legs[0]))
+    if key not in _uninterrupted:
+        _uninterrupted[key] = _run(plan, *legs)
+    return _uninterrupted[key]
+
+
+_uninterrupted: dict[bytes, list[Entries]] = {}
+
+
+def _run(plan: Plan, *legs: Leg, directory: Path | None = None, error: str = "") -> list[Entries]:
     directory = directory or Path(tempfile.mkdtemp())
     done = []
     for number, leg in enumerate(legs):

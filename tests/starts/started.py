@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import csv
 import functools
 import itertools
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import types
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.testing.processes import fork_and_run
+from tests.harness import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 STOPPED = 128 + signal.SIGTERM
-ALONE = ("fits.py", "folds.py", "hydra_chdir.py", "hydra_train.py", "last.py", "named.py", "study.py", "timed.py",
-         "train.py", "train_too.py")  # fmt: skip
-"""Scripts that start no processes of their own."""
 NUM_BATCHES = 12
 """Of a fit: two epochs with six batches."""
 
@@ -81,8 +74,8 @@ class Project:
     Args:
         directory: Where; made if it is not there.
         environment: Variables for all starts.
-        forks: Whether scripts that start no processes are forked from this one, which has imported torch and Lightning,
-            instead of started as Python does: that takes 1 second instead of 6.
+        forks: Whether scripts, and the processes of Python's that these start, are forked from this one, which has
+            imported torch and Lightning, instead of started as Python does: see `tests.harness.python`.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str] | None = None, *, forks: bool = True) -> None:
@@ -127,9 +120,8 @@ class Project:
     def launch(self, *command: str | Path, cwd: Path | None = None, **asked: Any) -> Process:
         """Start Python with these arguments, and don't wait."""
         words, where, variables = [*map(str, command)], cwd or self.directory, self.variables(**asked)
-        if self._forks and words[0] in ALONE:
-            return Forked(words, where, variables)
-        return Process([sys.executable, *words], where, variables)
+        kind = Forked if self._forks else Process
+        return kind([sys.executable, *words], where, variables)
 
     def start(self, *command: str | Path, **asked: Any) -> Started:
         """Start Python with these arguments, and wait for its end."""
@@ -190,17 +182,28 @@ class Process:
         return Started(-999 if code is None else code, self._output.read_text(), [json.loads(line) for line in lines])
 
     def wait(self, timeout_seconds: float = 150) -> Started:
-        """Wait until it has ended; as a scheduler does, kill what it has started and what lives on 10 seconds later."""
+        """Wait until it has ended; as a scheduler does, kill what it has started and what lives on 10 seconds later.
+
+        What has done nothing for 2 seconds is not waited for any longer.
+        """
         try:
             self._popen.wait(timeout_seconds)
-            deadline = time.monotonic() + 10
-            while self._living() and time.monotonic() < deadline:
-                time.sleep(0.1)
+            self._wait_for_others()
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the script did not end:\n{self.now().output}") from None
         finally:
             self.kill()
         return self.now()
+
+    def _wait_for_others(self) -> None:
+        began = idle_since = time.monotonic()
+        before: list[str] = []
+        while (living := self._living()) and time.monotonic() - began < 10:
+            if (now := [_work(process_id) for process_id in living]) != before or any("S" not in work for work in now):
+                before, idle_since = now, time.monotonic()
+            if time.monotonic() - idle_since > 2:
+                return
+            time.sleep(0.1)
 
     def kill(self) -> None:
         """Kill it and all that it has started."""
@@ -223,68 +226,28 @@ class Process:
         return found
 
 
+def _work(process_id: int) -> str:
+    """Return the state of a process, and the processor time that it has used."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        return " ".join([str(process_id), fields[0], *fields[11:13]])
+    return ""
+
+
 class Forked(Process):
-    """A script that runs in a process that was forked from this one."""
+    """A script that runs in a process that was forked from this one, and so does what it starts."""
 
     def __init__(self, command: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._record = Path(environment["RECORD"])
         self._output = self._record.with_suffix(".txt")
         self._output.touch()
-        run = functools.partial(_run_script, list(command), cwd, dict(environment))
-        self.process_id = fork_and_run(run, output=self._output, seed=secrets.randbits(31))
-        self._popen = _Waited(self.process_id)
+        self._mark = self._record.with_suffix(".open")
+        wanted = python.Command(words=command, directory=str(cwd), environment=environment)
+        self._popen = python.Popen(wanted, output=self._output, mark=self._mark)
+        self.process_id = self._popen.pid
 
     def _living(self) -> list[int]:
-        return [self.process_id] if self.is_running else []
-
-
-class _Waited:
-    """What is needed of `subprocess.Popen`."""
-
-    def __init__(self, process_id: int) -> None:
-        self._process_id = process_id
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
-        if self._code is None:
-            done, status = os.waitpid(self._process_id, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if done else None
-        return self._code
-
-    def wait(self, timeout_seconds: float = 150) -> int:
-        """Wait for its end."""
-        deadline = time.monotonic() + timeout_seconds
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a script", timeout_seconds)
-            time.sleep(0.005)
-        return code
-
-
-def _run_script(command: list[str], cwd: Path, environment: dict[str, str]) -> None:
-    """Do in a forked process what Python does with a script."""
-    atexit._clear()
-    warnings.resetwarnings()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGTERM else signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    path = cwd / command[0]
-    sys.argv, sys.orig_argv[:] = command, [sys.executable, *command]
-    sys.path.insert(0, str(path.parent))
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = str(path)
-    try:
-        exec(compile(path.read_text(), str(path), "exec"), vars(main))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        sys.last_value = error
-        raise
-    finally:
-        atexit._run_exitfuncs()
+        return [*super()._living(), *python.marked(self._mark)]
 
 
 @dataclass(frozen=True)

@@ -33,21 +33,28 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
+@pytest.fixture
+def real(tmp_path: Path) -> Project:
+    """Give the same, where nothing is forked: for one test of each way to start a script."""
+    return Project(tmp_path / "project", forks=False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_stopped_twice(command: tuple[str, ...], project: Project) -> None:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_stopped_twice(name: str, tmp_path: Path) -> None:
     """A command that is stopped twice ends with the same weights and metrics."""
+    project, command = Project(tmp_path / "project", forks=name not in ("module", "debugger")), COMMANDS[name]
     starts = stopped_twice(project, *command, steps=("TERM@5", "TERM@9"))
-    whole = plain(*command)
+    whole = plain(*command) if name != "debugger" else plain("train.py")
     assert_same_fit(whole, starts)
     assert project.rows() == whole.rows
     assert [start.num_batches() for start in starts] == [5, 4, 3]
 
 
 @pytest.mark.slow
-def test_a_launcher_that_hides_the_exit_code(project: Project) -> None:
+def test_a_launcher_that_hides_the_exit_code(real: Project) -> None:
     """``cProfile`` ends with 0 after any ``SystemExit``: a stopped run has not come to its end for that."""
-    starts = stopped_twice(project, *PROFILER, "train.py", code=0)
+    starts = stopped_twice(real, *PROFILER, "train.py", code=0)
     assert_same_fit(plain("train.py"), starts)
 
 
@@ -105,12 +112,12 @@ def test_several_fits(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_in_a_spawned_process(project: Project) -> None:
+def test_a_fit_in_a_spawned_process(real: Project) -> None:
     """A fit in a process that ``multiprocessing`` has spawned continues in the process of the next start."""
     command = ("spawned.py", "0.1")
-    first = project.start(*command, interrupt="TERM@4")
-    second = project.start(*command, interrupt="TERM@9")
-    third = project.start(*command)
+    first = real.start(*command, interrupt="TERM@4")
+    second = real.start(*command, interrupt="TERM@9")
+    third = real.start(*command)
     assert [first.exit_code, second.exit_code, third.exit_code] == [1, 1, 0], third.output
     assert_same_fit(plain(*command), [first, second, third], "lr=0.1")
 

@@ -77,9 +77,10 @@ def notebooks(request: pytest.FixtureRequest, tmp_path: Path) -> Notebooks:
     return Notebooks(Project(tmp_path / "project"), request.param)
 
 
-@pytest.mark.parametrize("notebooks", ["no name", "JPY_SESSION_NAME"], indirect=True)
-def test_stopped_twice(notebooks: Notebooks) -> None:
-    """A notebook whose training was stopped continues when all its cells are executed again."""
+@pytest.mark.parametrize("name", ["no name", "JPY_SESSION_NAME"])
+def test_stopped_twice(name: str, tmp_path: Path) -> None:
+    """A notebook whose training was stopped continues when all its cells are executed again; one without forks."""
+    notebooks = Notebooks(Project(tmp_path / "project", forks=name != "no name"), name)
     path = notebooks.write("train")
     starts = [notebooks.execute(path, interrupt=f"TERM@{step}") for step in (4, 9)]
     assert_interrupted(starts[0], 4, FIT)

@@ -27,10 +27,16 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
+@pytest.fixture
+def real(tmp_path: Path) -> Project:
+    """Give the same, where nothing is forked but by the script: for one test of each kind of pool."""
+    return Project(tmp_path / "project", forks=False)
+
+
 @pytest.mark.parametrize("pool", ["joblib"])
-def test_side_by_side(pool: str, project: Project) -> None:
+def test_side_by_side(pool: str, real: Project) -> None:
     """Two tasks at once don't fail because of each other, and train what they train without us."""
-    ended = project.start("pool.py", pool, sleep=0.1)
+    ended = real.start("pool.py", pool, sleep=0.1)
     for name in NAMES:
         assert_starts_over(ended, name=name)
     assert ended.weights() == plain("pool.py", pool).started.weights()
@@ -64,11 +70,11 @@ def test_all_are_stopped_twice(pool: str, project: Project) -> None:
 
 
 @pytest.mark.parametrize("pool", ["fork"])
-def test_one_task_is_stopped(pool: str, project: Project) -> None:
+def test_one_task_is_stopped(pool: str, real: Project) -> None:
     """A task whose process was stopped alone continues; the other one ends with its own weights."""
-    first = project.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
+    first = real.start("pool.py", pool, interrupt="TERM@4@lr=0.2")
     assert_interrupted(first, 4, "lr=0.2")
-    ended = project.start("pool.py", pool)
+    ended = real.start("pool.py", pool)
     assert ended.exit_code == 0, ended.output
     continues(first, ended, "lr=0.2")
     whole = plain("pool.py", pool).started.weights()

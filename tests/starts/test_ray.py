@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def project(tmp_path: Path) -> Iterator[Project]:
     """Give a directory with the scripts, and one for Ray: the names of its sockets have to be short."""
     directory = tempfile.mkdtemp(prefix="ray-")
-    yield Project(tmp_path / "project", {"RAY_DIRECTORY": directory})
+    yield Project(tmp_path / "project", {"RAY_DIRECTORY": directory}, forks=False)
     shutil.rmtree(directory, ignore_errors=True)
 
 

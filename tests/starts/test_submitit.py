@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import submitit
 
 from tests.starts.started import (
     Project,
@@ -18,13 +19,13 @@ from tests.starts.started import (
 
 FIT = "lr=0.1"
 
-# The result of a job that has died is awaited for 15 seconds.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    """Give a directory with the scripts."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Give a directory with the scripts; the result of a job that has died is not waited for 15 seconds."""
+    monkeypatch.setattr(submitit.Job, "_results_timeout_s", 2)  # what is forked inherits it
     return Project(tmp_path / "project")
 
 
@@ -44,7 +45,10 @@ def test_two_scripts_with_one_folder(project: Project) -> None:
     assert_interrupted(first, 4, FIT)
     names = run_names(project)
     assert [name.partition("-")[0] for name in names] == ["cluster"], names
-    assert_starts_over(project.start("cluster_too.py", "0.1"), name=FIT)
+    second = project.start("cluster_too.py", "0.1")
+    jobs = sorted(path.name for path in project.directory.glob("submitit_logs/*_submitted.pkl"))
+    assert len(jobs) == 2, f"submitit names a job by its process id, and two had the same one: {jobs}"
+    assert_starts_over(second, name=FIT)
     third = project.start("cluster.py", "0.1")
     assert third.exit_code == 0, third.output
     continues(first, third, FIT)
@@ -61,8 +65,9 @@ def test_two_jobs_at_once(project: Project) -> None:
     assert {**first.weights(), **ended.weights()} == plain(*command).started.weights()
 
 
-def test_a_job_that_ended_normally_is_a_new_run(project: Project) -> None:
-    """After a normal end the same job trains everything again."""
+def test_a_job_that_ended_normally_is_a_new_run(tmp_path: Path) -> None:
+    """After a normal end the same job trains everything again. Nothing is forked here."""
+    project = Project(tmp_path / "project", forks=False)
     assert_interrupted(project.start("cluster.py", "0.1", interrupt="TERM@4"), 4, FIT)
     assert project.start("cluster.py", "0.1").exit_code == 0
     assert_starts_over(project.start("cluster.py", "0.1"), name=FIT)

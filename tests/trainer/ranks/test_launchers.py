@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_faulttolerant.checkpoint.verify import load_file
+from tests.harness import python
 
 pytestmark = pytest.mark.slow
 
@@ -56,15 +57,10 @@ class Launched:
         self.output = directory / "output.txt"
         root = Path(__file__).parents[3]
         own = {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
-        with self.output.open("a") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, "train.py"],
-                cwd=directory,
-                env={**os.environ, **own},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
+        # Forked, and so are the ranks; tests/law/test_launchers.py starts each launcher as a shell does.
+        words = [sys.executable, *command, "train.py"]
+        asked = python.Command(words=words, directory=str(directory), environment={**os.environ, **own})
+        self.process = python.Popen(asked, output=self.output, mark=directory / "open")
 
     def process_id(self, rank: int, *, step: int, seconds: float = 60.0) -> int:
         """Return the process of a rank once it has come to a step."""

@@ -1,0 +1,167 @@
+"""A process that is forked in Python's place finds what one finds that was started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import python
+
+PROBE = """
+import atexit, json, multiprocessing, os, signal, subprocess, sys, threading
+
+def stack():
+    frame, files = sys._getframe(1), []
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return [file for file in files if os.path.isfile(file)]
+
+def place():
+    return {
+        "argv": sys.argv,
+        "words": sys.orig_argv[1:3],
+        "path": sys.path[0],
+        "name": __name__,
+        "directory": os.getcwd(),
+        "variable": os.environ.get("VARIABLE"),
+        "variables": sorted(name for name in os.environ if name not in ("LC_CTYPE", "PWD")),
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+        "stack": stack(),
+        "signals": [str(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT)],
+        "is main": threading.current_thread() is threading.main_thread(),
+        "child": multiprocessing.parent_process() is not None,
+        "last": hasattr(sys, "last_value"),
+    }
+
+def work(queue, end, parent):
+    queue.put({**place(), "parent": os.getppid() == parent, "group": os.getpgrp() == os.getpgid(parent)})
+    queue.close()
+    queue.join_thread()
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+
+def started():
+    text = "import os, sys; print(sys.stdin.read(), os.getcwd(), os.getpgrp() == os.getpid(), sys.argv, os.getenv('V'))"
+    return subprocess.run(
+        [sys.executable, "-c", text, "an argument"], input="read", cwd="/", env={**os.environ, "V": "1"},
+        start_new_session=True, capture_output=True, text=True,
+    )
+
+if __name__ == "__main__":
+    atexit.register(print, "at exit")
+    context = multiprocessing.get_context("spawn")
+    answers = []
+    for end in ("kill", "exit"):
+        queue = context.Queue()
+        process = context.Process(target=work, args=(queue, end, os.getpid()))
+        process.start()
+        answers.append(queue.get())
+        process.join()
+        answers.append(process.exitcode)
+    done = started()
+    print(json.dumps([place(), answers, done.returncode, done.stdout, done.stderr]))
+    print("to stderr", file=sys.stderr)
+    threading.Thread(target=print, args=("a thread is waited for",)).start()
+"""
+
+
+def run(words: list[str], directory: Path, *, forks: bool) -> tuple[int, str]:
+    """Run Python with these arguments; return the exit code, and all that it has printed."""
+    environment = {"PATH": os.environ["PATH"], "VARIABLE": "set", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    command = python.Command(words=[sys.executable, *words], directory=str(directory), environment=environment)
+    if not forks:
+        done = subprocess.run(
+            command.words, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.returncode, done.stdout
+    output, mark = directory / "output", directory / "mark"
+    output.write_text("")
+    process_id = python.start(command, output=output, mark=mark)
+    _, status = os.waitpid(process_id, 0)
+    deadline = time.monotonic() + 20
+    while left := python.marked(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(status), output.read_text()
+
+
+@pytest.mark.parametrize(
+    "words", [["probe.py", "--x", "1"], ["-u", "./probe.py"], ["-m", "probe", "2"]], ids=["script", "flag", "module"]
+)
+def test_finds_what_a_started_process_finds(words: list[str], tmp_path: Path) -> None:
+    """Arguments, paths, variables, stack, signals, children, and all that is printed until the end are the same."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    code, printed = run(words, tmp_path, forks=True)
+    real_code, real_printed = run(words, tmp_path, forks=False)
+    assert (code, sorted(printed.splitlines())) == (real_code, sorted(real_printed.splitlines()))
+    assert "at exit" in printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('a reason')",
+        "import atexit, sys; atexit.register(lambda: print(sys.last_value)); raise ValueError('wrong')",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); os.kill(os.getpid(), 15)",
+    ],
+)
+def test_ends_as_a_started_process_ends(text: str, tmp_path: Path) -> None:
+    """Exit codes, signals, and what is said of an exception are the same."""
+    code, printed = run(["-c", text], tmp_path, forks=True)
+    real_code, real_printed = run(["-c", text], tmp_path, forks=False)
+    assert code == real_code
+    assert printed.splitlines()[-1:] == real_printed.splitlines()[-1:]
+
+
+def test_what_fails_in_a_test_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that this process has seen is none of the forked one's."""
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    assert run(["-c", "import sys; print(hasattr(sys, 'last_value'))"], tmp_path, forks=True) == (0, "False\n")
+
+
+def test_what_runs_is_found(tmp_path: Path) -> None:
+    """A process, and what it has started in a session of its own, keep the mark open until they end."""
+    sleep = "import time; time.sleep(60)"
+    text = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
+    )
+    command = python.Command(words=[sys.executable, "-c", text], directory=str(tmp_path), environment={})
+    mark = tmp_path / "mark"
+    process = python.Popen(command, output=tmp_path / "output", mark=mark)
+    deadline = time.monotonic() + 20
+    while len({os.getsid(found) for found in python.marked(mark)}) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert process.pid in python.marked(mark)
+    for found in python.marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_other_programs_are_started(tmp_path: Path) -> None:
+    """What is not Python is started as always."""
+    text = "import subprocess; print(subprocess.run(['sh', '-c', 'echo $0; exit 4'], capture_output=True, text=True))"
+    assert run(["-c", text], tmp_path, forks=True) == run(["-c", text], tmp_path, forks=False)
+
+
+def test_goes_on_without_the_process_that_forks(tmp_path: Path) -> None:
+    """Where that was killed, processes are started as always."""
+    text = f"""
+import os, subprocess, sys
+[child] = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read().split()
+os.kill(int(child), {signal.SIGKILL})
+print(subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True).stdout)
+"""
+    assert run(["-c", text], tmp_path, forks=True) == (0, "1\n\n")
