@@ -211,7 +211,7 @@ def test_state_that_would_not_load_is_an_error_in_mid_run(tmp_path: Path) -> Non
         def state_dict(self) -> dict[str, Any]:
             return {"where": Path("/data")} if self.num_steps == 3 else {"where": ""}
 
-    ended = fit_with(tmp_path, Keeps())
+    ended = fit_with(tmp_path, Keeps(), trust_autosaves=False)
     assert ended.exit_code == 1
     assert "UnsafeCheckpointError" in ended.output
 
