@@ -20,6 +20,7 @@ from lightning_faulttolerant.records.history import (
     END,
     SHORTENED,
     START,
+    UNSAVED,
     Autosave,
     Chapter,
     Fit,
@@ -27,6 +28,7 @@ from lightning_faulttolerant.records.history import (
     Place,
     Process,
     Resumed,
+    Unsaved,
 )
 from lightning_faulttolerant.records.lines import Line
 
@@ -71,6 +73,7 @@ class _Fit:
     last_seen: float
     known: dict[str, Any] = field(default_factory=dict)
     autosaves: list[Autosave] = field(default_factory=list)
+    unsaved: dict[float, Unsaved] = field(default_factory=dict)
     alive: list[tuple[float, Place]] = field(default_factory=list)
 
     def made(self) -> Fit:
@@ -79,6 +82,7 @@ class _Fit:
             began=self.began,
             last_seen=self.last_seen,
             autosaves=tuple(self.autosaves),
+            unsaved=tuple(self.unsaved.values()),
             alive=tuple(self.alive),
             **self.known,
         )
@@ -124,7 +128,7 @@ class _Reader:
                 self.chapters[-1].done = self._now = max(time, self._now)
             return
         number = _whole(line.get("fit"))
-        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, ALIVE, END):
+        if number is None or event not in (BEGIN, START, AUTOSAVE, AUTOSAVES, UNSAVED, ALIVE, END):
             return
         before, self._now = self._now, max(time, self._now)
         if event == BEGIN:
@@ -135,6 +139,9 @@ class _Reader:
             self._start(fit, line)
         elif event in (AUTOSAVE, AUTOSAVES):
             fit.autosaves.append(_autosave(line, self._now, lowest=fit.began))
+        elif event == UNSAVED:
+            unsaved = _unsaved(line, self._now, lowest=fit.began)
+            fit.unsaved[unsaved.since] = unsaved
         place = place_of(line)
         if place is not None:
             fit.known["last_place"] = place
@@ -217,6 +224,17 @@ def _autosave(line: Line, now: float, *, lowest: float) -> Autosave:
         name=_text(line, "name"),
         number=number,
         longest=most,
+    )
+
+
+def _unsaved(line: Line, now: float, *, lowest: float) -> Unsaved:
+    since, until = (_time(line.get(name)) for name in ("since", "until"))
+    since = min(max(now if since is None else since, lowest), now)
+    return Unsaved(
+        since=since,
+        until=None if until is None else min(max(until, since), now),
+        tries=max(_whole(line.get("tries")) or 1, 1),
+        text=_text(line, "text"),
     )
 
 

@@ -14,6 +14,9 @@ the epoch done) and ``global_step``. Kinds, and what they have besides:
   is), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written behind training).
 - ``autosaves``: stands for several older ones, when the file was shortened. ``number``, ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.
+- ``unsaved``: nothing can be saved, because the disk is full or the store is not reached; of one stretch of time the
+  last line counts. ``since`` (the time of the first try), ``until`` (when a save succeeded again, or ``null``),
+  ``tries`` (saves that failed so far), ``text`` (why the last of them did).
 - ``alive``: its place, every ten seconds, so that the time of a kill is known; of a fit that is younger than a hundred
   seconds whenever it is a tenth older, but at most each second.
 - ``end``: the fit is over, if the process could still say so. Its place, ``reason`` ("finished", "stopped by SIGTERM",
@@ -34,6 +37,7 @@ BEGIN = "begin"
 START = "start"
 AUTOSAVE = "autosave"
 AUTOSAVES = "autosaves"
+UNSAVED = "unsaved"
 ALIVE = "alive"
 END = "end"
 DONE = "done"
@@ -132,6 +136,23 @@ class Autosave:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unsaved:
+    """A stretch of time in which nothing could be saved.
+
+    Args:
+        since: The time of the first save that failed.
+        until: When a save succeeded again; ``None`` if none has in that fit.
+        tries: How many saves failed.
+        text: Why the last of them did.
+    """
+
+    since: float
+    until: float | None = None
+    tries: int = 1
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """One fit in one process.
 
@@ -143,6 +164,7 @@ class Fit:
         place: Where it went on.
         resumed: What it was resumed from; ``None`` if it began at the beginning.
         autosaves: In the order of time.
+        unsaved: When nothing could be saved, in the order of time.
         alive: Times and places at which it is known to have been alive, the last one at least.
         last_seen: The last that is known of it, its end included.
         reason: Why it ended: "finished", "stopped by SIGTERM", the name of an exception; ``None`` if it could not say
@@ -159,6 +181,7 @@ class Fit:
     place: Place | None = None
     resumed: Resumed | None = None
     autosaves: tuple[Autosave, ...] = ()
+    unsaved: tuple[Unsaved, ...] = ()
     alive: tuple[tuple[float, Place], ...] = ()
     last_seen: float
     reason: str | None = None

@@ -19,12 +19,13 @@ from lightning_faulttolerant.checkpoint.verify import unsafe_paths
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
-from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import PARTS, Capture, RunState
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSave
 from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.outage import described
+from lightning_faulttolerant.trainer.pace import Pace
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import (
     WITHOUT_STATE,
@@ -36,7 +37,6 @@ from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, OPAQUE_KEY
 from lightning_faulttolerant.trainer.ranks.group import Alone, Ranks, by_first
 from lightning_faulttolerant.trainer.ranks.replicas import Replicas
 from lightning_faulttolerant.trainer.ranks.sharded import IN_SHARDS, ShardWriter, without_shards, writer_of
-from lightning_faulttolerant.trainer.step_count import StepCount
 from lightning_faulttolerant.trainer.telling import tell
 from lightning_faulttolerant.trainer.trust import Trust
 
@@ -77,7 +77,8 @@ class Autosaver:
         self._ranks = ranks
         self._header = header
         self._history = history
-        self._budget = Budget(options.overhead_budget)
+        self.pace = Pace(trainer, options, history, speaks=ranks.rank == 0)
+        """When a save is due, and what became of the last one."""
         self._writer = BackgroundWriter("autosave")
         self._staging = Staging()
         self._replicas = Replicas(trainer, ranks, strict=options.strict)
@@ -87,21 +88,17 @@ class Autosaver:
         run_state.objects.keeps_bytes = by_first(ranks, "trust", lambda: self._trust.is_trusted_series(series))
         self._packed = Packed({}, {}, [], {})
         """The objects of the last save."""
-        self._last_step: int | None = None
-        """The global step of the last save, done or under way."""
-        self.due_at = float("-inf")
-        """Until this time of the clock no autosave is due: a boundary need not ask before."""
-        every = options.every_n_train_steps
-        self._step_count = None if every is None else StepCount(trainer, every)
-        self.counts_steps = every is not None
+        self.counts_steps = options.every_n_train_steps is not None
         """Whether steps say when an autosave is due, not the time."""
         self.save_seconds = 0.0
         """How long the longest save took that was waited for."""
-        self._has_failed = False
-        """Whether the write behind training has: set by its thread."""
+        self._behind: Position | None = None
+        """Where the state was taken that is written behind training, or was."""
+        self._is_proven = False
+        """Whether an autosave of this process was written and loaded again."""
+        self.is_saved_before: Callable[[Position], bool] = lambda position: False
+        """Tells at the first boundary whether its state is that of the autosave that the fit has resumed from."""
         self.is_dumping = False
-        self.saved: Position | None = None
-        """Where the last autosave was taken that is written and verified."""
         self.on_saved: Sequence[Callable[[Position, str], None]] = ()
         """Called with its position and path, by who has written it; also from the thread behind training."""
 
@@ -109,44 +106,42 @@ class Autosaver:
         """Return whether an autosave is due at this boundary. The first boundary's is always.
 
         Raises:
-            Exception: What the write behind training has raised since the last boundary, as it was.
+            Exception: What the write behind training has raised since the last boundary, as it was, unless it only
+                could not write.
         """
+        self._take_failure()
+        return self.pace.is_due() and (self.counts_steps or not self._writer.is_busy)
+
+    def _take_failure(self) -> None:
+        """Note why the write behind training has failed, if it has; raise it if it is no fault of the store's."""
         error = self._writer.take_error()
-        if error is not None:
+        if error is None:
+            return
+        if self._behind is None or not isinstance(error, OSError):
             raise error
-        if self._last_step is None:
-            return True
-        if self._step_count is not None:
-            return self._step_count.is_due()
-        return self._budget.now() >= self.due_at and not self._writer.is_busy
-
-    @property
-    def is_first(self) -> bool:
-        """Whether there is no save of this fit yet, done or under way."""
-        return self._last_step is None
-
-    def _next_due_at(self) -> float:
-        if self._options.every_n_train_steps is not None:
-            return float("-inf")  # steps tell, not the time
-        if self._options.train_time_interval is not None:
-            return self._budget.now() + self._options.train_time_interval.total_seconds()
-        return self._budget.next_at
+        self.pace.note_failure(self._behind, described(error), self.pace.now())
 
     def save_due(self, position: Position) -> None:
         """Save the state of this boundary, behind training if it is to be so and this is not the first time."""
-        if self._last_step is None or not self._options.async_save or self._shards is not None:
+        if self.pace.is_first and self._is_saved_before(position):
+            return
+        if not self._is_proven or not self._options.async_save or self._shards is not None:
             self.save(position)
             return
-        began = self._budget.now()
+        began = self.pace.now()
         self._writer.wait()
-        error = self._writer.take_error()
-        if error is not None:
-            raise error
+        self._take_failure()
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
-        is_written = by_first(self._ranks, "save", lambda: self._save_behind(checkpoint, position, began))
-        if checkpoint is None:
-            self._note(position, began)
-            self.saved = position if is_written else self.saved
+        self._by_first(position, began, lambda: self._save_behind(checkpoint, position, began))
+
+    def _is_saved_before(self, position: Position) -> bool:
+        """Return whether the state of the first boundary need not be saved; a collective."""
+        self.pace.begin()
+        answers = self._ranks.to_first("who has it saved", self.is_saved_before(position))
+        is_saved: bool = self._ranks.from_first("all have it saved", answers is not None and all(answers))
+        if is_saved:
+            self.pace.begin_saved(position)
+        return is_saved
 
     def _save_behind(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
         """Begin to write behind training; return whether it was written at once instead."""
@@ -158,27 +153,32 @@ class Autosaver:
             _log.warning("A copy to be written behind training failed, so this save is waited for: %r", error)
             self._write_now(checkpoint, position, began)
             return True
-        self._has_failed = False
-        waited = self._budget.now() - began
+        waited, self._behind = self.pace.now() - began, position
         self._writer.start(partial(self._write_behind, staged, position, began, waited))
         self._note(position, began)
         return False
 
     def save(self, position: Position) -> None:
-        """Save the state of this instant."""
-        began = self._budget.now()
+        """Save the state of this instant. If it could not be written, `pace` knows it.
+
+        Raises:
+            Exception: What goes wrong before anything is written, and at the first save of the fit whatever does.
+        """
+        began = self.pace.now()
         self.settle()
         self._save(self._gathered(position, self._run_state.state_dict(position)), position, began)
 
     def save_unless_saved(self, position: Position) -> None:
         """Save the state of this instant, unless that was done just now."""
         self.settle()
-        if self._ranks.from_first("saved", self.saved) != position:
+        if self.pace.is_first and self._is_saved_before(position):
+            return
+        if self._ranks.from_first("saved", self.pace.saved) != position:
             self.save(position)
 
     def save_capture(self, capture: Capture) -> None:
         """Save the state of `capture`, of which parameters and optimizers are the trainer's of now."""
-        began = self._budget.now()
+        began = self.pace.now()
         self.settle()
         module = self._trainer.lightning_module
         now = buffers_state(module)
@@ -194,6 +194,7 @@ class Autosaver:
         self._writer.wait()
         error = self._writer.take_error()
         if error is not None:
+            self.pace.is_urgent = False
             _log.warning("An autosave could not be written behind training; the one before it is there: %r", error)
 
     def close(self) -> None:
@@ -246,6 +247,7 @@ class Autosaver:
     ) -> dict[str, Any] | None:
         """Return the whole checkpoint on rank 0, ``None`` on the others; of a strategy that shards each rank's own."""
         self._replicas.check()
+        self.pace.note_taken(position)
         self.is_dumping = True
         try:
             with left_alone(self._trainer, without_state(self._trainer)):
@@ -270,38 +272,58 @@ class Autosaver:
     def _save(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
         if self._shards is not None:
             self._save_shards(self._shards, checkpoint or {}, position, began)
-            return
-        by_first(self._ranks, "save", lambda: self._write_now(checkpoint, position, began))
-        self.save_seconds = max(self.save_seconds, self._budget.now() - began)
-        if checkpoint is None:
-            self.saved = position
+        elif self._by_first(position, began, lambda: self._write_now(checkpoint, position, began)):
+            self.save_seconds = max(self.save_seconds, self.pace.now() - began)
+
+    def _by_first(self, position: Position, began: float, write: Callable[[], bool]) -> bool:
+        """Let rank 0 write, or begin to, and note it on every rank; return whether it could; a collective."""
+        is_written, failure = by_first(self._ranks, "save", lambda: self._attempted(write))
+        if failure:
+            self.pace.note_failure(position, failure, began)
+        elif self._ranks.rank > 0:
+            self._is_proven = True
             self._note(position, began)
+            if is_written:
+                self.pace.saved = position
+        return not failure
+
+    def _attempted(self, write: Callable[[], bool]) -> tuple[bool, str]:
+        try:
+            return write(), ""
+        except OSError as error:
+            if self.pace.is_first:
+                raise
+            return False, described(error)
 
     def _save_shards(self, shards: ShardWriter, checkpoint: dict[str, Any], position: Position, began: float) -> None:
-        is_first = self._last_step is None
+        is_first = self.pace.is_first
         if is_first and self._options.async_save:
             tell("async_save=True: autosaves of a strategy that shards are waited for.")
-        self._run_state.files.flush()
         by_first(self._ranks, "check", lambda: self._check(without_shards(checkpoint)))
-        path = shards.save(checkpoint, position)
-        by_first(self._ranks, "load", lambda: self._trust.written(self._packed.pool, path, is_first=is_first))
+        path, failure = shards.save(checkpoint, position, flush=self._run_state.files.flush, raises=is_first)
+        if failure:
+            self.pace.note_failure(position, failure, began)
+            return
+        pool, is_new = self._packed.pool, not self._is_proven
+        by_first(self._ranks, "load", lambda: self._trust.written(pool, path, is_first=is_new))
         self._has_saved(position, path)
         self._note(position, began, path)
 
     def _has_saved(self, position: Position, path: str) -> None:
-        self.saved = position
+        self._is_proven, self.pace.saved = True, position
         for hear in self.on_saved:
             hear(position, path)
 
-    def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> None:
+    def _write_now(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
         assert checkpoint is not None
-        is_first = self._last_step is None
+        is_proven = self._is_proven
         self._run_state.files.flush()
-        path = self._write(checkpoint, position, is_first=is_first)
+        path = self._write(checkpoint, position, is_first=not is_proven)
         self._has_saved(position, path)
         self._note(position, began, path)
-        if is_first and self._options.async_save:  # the first copy is not to pay for new memory
+        if not is_proven and self._options.async_save:  # the first copy is not to pay for new memory
             self._writer.start(self._staging.reserve(checkpoint))
+        return True
 
     def _check(self, checkpoint: Mapping[str, Any]) -> None:
         # Found out now rather than when the run is to be resumed, and before a good autosave makes room for it.
@@ -321,20 +343,17 @@ class Autosaver:
             path = self._write(checkpoint, position)
             self._has_saved(position, path)
             self._history.autosave(self._series, path, position, seconds=waited, taken=began, is_behind=True)
+            self.pace.note_written()
         except BaseException:
-            self._has_failed, self.due_at = True, float("-inf")  # so that the next boundary asks
+            self.pace.is_urgent = True
             raise
 
     def _note(self, position: Position, began: float, path: str | None = None) -> None:
-        seconds = self._budget.spend(began)
-        self._last_step, self.due_at = position.global_step, self._next_due_at()
-        if self._step_count is not None:
-            self._step_count.note_save()
-        if self._has_failed:  # before that line
-            self.due_at = float("-inf")
+        seconds = self.pace.note_waited(position, began)
         _log.debug("Autosave of %s held training up for %.3f s", position, seconds)
         if path is not None:
             self._history.autosave(self._series, path, position, seconds=seconds, taken=began)
+            self.pace.note_written()
 
 
 def put_instead(checkpoint: dict[str, Any], instead: Mapping[str, Any], position: Position, trainer: Trainer) -> None:

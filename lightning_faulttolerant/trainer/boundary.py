@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.state import swap_of_validation_undone
 from lightning_faulttolerant.trainer.autosave import Autosaver
-from lightning_faulttolerant.trainer.budget import Budget
 from lightning_faulttolerant.trainer.capture import Capture, RunState
 from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
@@ -34,7 +33,6 @@ class Boundary:
         autosaver: Writes autosaves.
         stopping: Knows whether all are to stop or to save.
         ranks: Who trains together.
-        overhead_budget: Share of the time that captures may take.
         hook_saves: Knows whether somebody needs one at each boundary all the same.
         history: Gets a sign of life now and then.
     """
@@ -48,7 +46,6 @@ class Boundary:
         autosaver: Autosaver,
         stopping: Stopping,
         ranks: Ranks,
-        overhead_budget: float,
         hook_saves: HookSaves,
         history: History,
     ) -> None:
@@ -60,7 +57,8 @@ class Boundary:
         self._stop = stopping.signals
         self._agreement = stopping.agreement
         self._ranks = ranks
-        self._budget = Budget(overhead_budget)
+        self._pace = autosaver.pace
+        self._budget = autosaver.pace.budget
         self._hook_saves = hook_saves
         self._history = history
         self.fetches_from_workers = loaders.has_workers()
@@ -74,20 +72,23 @@ class Boundary:
         if wish is not None:
             self._do_together(wish)
         now = self._budget.now()
-        if now >= self._autosaver.due_at and self._autosaver.is_due():
+        if now >= self._pace.due_at and self._autosaver.is_due():
             self._save_due()
-        if now >= self._budget.next_at or self._hook_saves.wants_captures:
-            began = self._budget.now()
-            self.capture = self._run_state.capture(position_of(self._trainer, BOUNDARY))
-            self._budget.spend(began)
+        if now >= self._budget.capture_at or self._hook_saves.wants_captures:
+            self._take_capture(BOUNDARY)
         if now >= self._history.due_at:
             self._history.alive()
         if self.fetches_from_workers:
             self._handed_out = self._loaders.num_handed_out()
 
+    def _take_capture(self, where: str) -> None:
+        began = self._budget.now()
+        self.capture = self._run_state.capture(position_of(self._trainer, where))
+        self._budget.spend_on_capture(began)
+
     def _save_due(self) -> None:
         """Save, where all ranks know by themselves that it is time; else rank 0 asks for a boundary of all."""
-        if self._ranks.num_ranks == 1 or self._autosaver.counts_steps or self._autosaver.is_first:
+        if self._ranks.num_ranks == 1 or self._autosaver.counts_steps or self._pace.is_first:
             self._autosaver.save_due(position_of(self._trainer, BOUNDARY))
         elif self._ranks.rank == 0:
             batch, num_batches = compat.num_completed(self._trainer), self._trainer.num_training_batches
@@ -102,11 +103,14 @@ class Boundary:
             self._stop_here(position)
         with self._stop.saving():
             self._autosaver.save_due(position)
-        self._stopping.stop_if_wanted(str(position))  # somebody may have asked meanwhile
+        self._stopping.stop_if_wanted(
+            str(position), self._pace.unsaved_at(position)
+        )  # somebody may have asked meanwhile
 
     def _stop_here(self, position: Position) -> NoReturn:
         reason = self._stopping.reason
         place = str(position)
+        self._pace.is_ending = True
         if self._stopping.save_fits():
             with self._stop.saving():
                 self._autosaver.save_unless_saved(position)
@@ -116,11 +120,11 @@ class Boundary:
                 f" period are left, and a save takes {self._autosaver.save_seconds:.1f}"
             )
         self._stopping.end_together()
-        raise stopped_by(reason, place)
+        raise stopped_by(reason, place, self._pace.unsaved_at(position))
 
     def before_validation(self) -> None:
         """Keep the state of the start of a validation run: whatever ends the run inside it resumes from there."""
-        self.capture = self._run_state.capture(position_of(self._trainer, VALIDATION))
+        self._take_capture(VALIDATION)
         self._handed_out = -1
 
     def before_validation_batch(self) -> None:
@@ -132,32 +136,35 @@ class Boundary:
         self._stop.fetch_began = time.monotonic()
 
     def _stop_in_validation(self, capture: Capture) -> None:
+        self._pace.is_ending = True
         with self._stop.saving():
-            is_saved = self._save_capture(capture)
-        if is_saved:
+            is_over = self._save_capture(capture)
+        if is_over:
             self._stopping.end_together()
-            raise stopped_by(self._stopping.reason, str(capture.position))
+            raise stopped_by(self._stopping.reason, str(capture.position), self._pace.unsaved_at(capture.position))
 
     def is_settled(self, position: Position) -> bool:
         """Return whether nothing is left to be saved for a stop at this position."""
-        return self._stopping.is_too_late or self._autosaver.saved == position
+        pace = self._pace
+        return self._stopping.is_too_late or pace.saved == position or bool(pace.unsaved_at(position))
 
     def save_interrupted(self) -> bool:
-        """Save what can be saved of a run that an exception ended; return whether a state was saved.
+        """Save what can be saved of a run that an exception ended; return whether that was tried.
 
         Nothing is saved where parameters have moved since the last capture: the last autosave is a right state.
         """
+        self._pace.is_ending = True
         if self._ranks.num_ranks > 1:  # the others may be anywhere
             return False
         if self._is_waiting_for_workers():
             self._autosaver.save(position_of(self._trainer, BOUNDARY))
             return True
-        if self.capture is None or self.capture.position == self._autosaver.saved:
+        if self.capture is None or self.capture.position == self._pace.saved:
             return False
         return self._save_capture(self.capture)
 
     def _save_capture(self, capture: Capture) -> bool:
-        """Save `capture`, if what it needs of now is as it was then; return whether it was saved.
+        """Save `capture`, if what it needs of now is as it was then; return whether that was tried.
 
         It is not where somebody overrides ``on_save_checkpoint``: what it adds would be of now, not of the capture.
         """

@@ -1,36 +1,110 @@
-"""How often something may be done so that it takes at most a given share of the time."""
+"""When the next autosave and the next capture may come, so that together they take at most a given share of the time.
+
+What a save costs is measured over the recent ones, without the first of a process, which pays for much that is done
+once. Soon after the start saves come more often than the budget has it, at intervals that double until they are the
+budget's: a run that is killed often advances all the same, and one that is not has paid for a few saves more.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
+
+_NUM_RECENT = 8
+# Half of what a start takes, so that a run that is killed whenever it has run three times as long has saved before.
+_SHARE_OF_START = 0.5
+_MAX_SOON_SECONDS = 30.0
+# The first interval is so many saves long at least: those of a slow store don't take all of the time at first.
+_MIN_SAVES = 4
 
 
 class Budget:
-    """Allows an action again when so much time has passed that its last cost is a small enough share.
+    """Says when a save and a capture are due, and is told what they cost.
 
     Args:
-        share: Of the whole time, in (0, 1]; 1 means no limit.
+        share: Of the whole time, validation included, in (0, 1]; 1 means no limit.
+        paces_saves: Whether saves count, too. If somebody else says when to save, captures have all of the budget; else
+            they have at most half of it, and saves have what captures leave.
         clock: Gives seconds.
     """
 
-    def __init__(self, share: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        share: float,
+        *,
+        paces_saves: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._share = share
+        self._paces_saves = paces_saves
+        self._capture_share = share / 2 if paces_saves and share < 1 else share
+        self._soon_seconds = 0.0
         self._clock = clock
-        self.next_at = float("-inf")
-        """From when on the action is allowed again."""
-
-    def allows(self) -> bool:
-        """Return whether the action may be done now."""
-        return self._clock() >= self.next_at
-
-    def spend(self, began: float) -> float:
-        """Note that the action was done from `began` until now; return its cost in seconds."""
-        now = self._clock()
-        cost = now - began
-        self.next_at = now + cost * (1 - self._share) / self._share
-        return cost
+        self._first: float | None = None
+        self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._num_intervals = 0
+        self._warm_up_at = self._paced_at = self._latest_at = float("-inf")
+        self.save_at = float("-inf")
+        """From when on a save is allowed."""
+        self.capture_at = float("-inf")
+        """From when on a capture is allowed."""
 
     def now(self) -> float:
-        """Return the clock's time, for `spend`."""
+        """Return the clock's time."""
         return self._clock()
+
+    def begin(self, start_seconds: float) -> None:
+        """Note that training begins.
+
+        Args:
+            start_seconds: How long that took from the start of the process on.
+        """
+        if self._share < 1:
+            self._soon_seconds = min(_SHARE_OF_START * start_seconds, _MAX_SOON_SECONDS)
+
+    def begin_saved(self) -> None:
+        """Note that the state in which training begins is saved already, by an earlier process."""
+        self.save_at = self._warm_up_at = self._paced_at = self._latest_at = self._clock() + self._soon_seconds
+
+    def spend_on_save(self, began: float) -> float:
+        """Note that training has waited for a save from `began` until now; return for how many seconds."""
+        seconds = self._clock() - began
+        if self._first is None:
+            self._first = seconds
+        else:
+            self._recent.append(seconds)
+        self._num_intervals += 1
+        self._set_save_at(seconds, typical=fmean(self._recent) if self._recent else self._first)
+        return seconds
+
+    def spend_on_failure(self, began: float, num_failures: int) -> None:
+        """Note that training has waited from `began` until now for a save that failed, as did those right before it.
+
+        Args:
+            began: When it began.
+            num_failures: How many there were with this one; the intervals begin to double again.
+        """
+        seconds = self._clock() - began
+        self._num_intervals = num_failures
+        self._set_save_at(seconds, typical=max(seconds, fmean(self._recent or [self._first or 0.0])))
+
+    def spend_on_capture(self, began: float) -> None:
+        """Note that a capture was taken from `began` until now."""
+        now = self._clock()
+        seconds = now - began
+        self.capture_at = now + seconds * (1 - self._capture_share) / self._capture_share
+        if self._paces_saves:
+            self._paced_at = min(self._paced_at + seconds / self._share, self._latest_at)
+            self.save_at = min(self._warm_up_at, self._paced_at)
+
+    def _set_save_at(self, seconds: float, *, typical: float) -> None:
+        now = self._clock()
+        wait = typical * (1 - self._share) / self._share
+        self._paced_at = now + wait
+        # However dear captures are that must be taken at each boundary, saves have half of the budget.
+        self._latest_at = now + 2 * wait
+        first_interval = max(self._soon_seconds, _MIN_SAVES * seconds)
+        self._warm_up_at = now + first_interval * 2.0 ** min(self._num_intervals - 1, 60)
+        self.save_at = min(self._warm_up_at, self._paced_at)

@@ -41,8 +41,9 @@ class FaultTolerance(Callback):
         every_n_train_steps: Autosave whenever so many optimizer steps were done; in manual optimization also when so
             many batches are finished without a step that Lightning counts. Default: see `overhead_budget`.
         train_time_interval: Autosave whenever so much time has passed; not together with `every_n_train_steps`.
-        overhead_budget: Share of the time, in (0, 1], that training may wait for autosaves where no interval is given,
-            and that captures in memory may take; 1 means no limit.
+        overhead_budget: Share of the time, in (0, 1], that waiting for autosaves and captures in memory may take
+            together; where an interval is given, captures alone. Soon after a start saves come more often. 1 means no
+            limit.
         async_save: Write autosaves behind training: it only waits until its state is copied, which takes as much memory
             as a checkpoint is long. At most one is being written; where steps say when, the next one waits for it, else
             it is skipped. The first of a fit and those of a stop, an exception and the end are waited for.

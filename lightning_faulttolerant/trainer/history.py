@@ -29,6 +29,7 @@ from lightning_faulttolerant.records.history import (
     FINISHED,
     START,
     STOPPED,
+    UNSAVED,
     name_of,
 )
 from lightning_faulttolerant.trainer.choice import Choice
@@ -71,7 +72,9 @@ class History:
         self._fit = fit
         self._has_started = False
         self._has_ended = False
-        self._saved: Position | None = None
+        self.saved: Position | None = None
+        """Where the last autosave was taken."""
+        self._untold: dict[str, Any] = {}
         self._began = time.perf_counter()
         self.due_at = float("inf")
         """From this time of ``time.perf_counter`` on a sign of life is due: a boundary need not call before."""
@@ -137,7 +140,22 @@ class History:
             bytes=None if series is None else series.num_bytes.get(path),
             behind=is_behind,
         )
-        self._saved = position
+        self.saved = position
+
+    @_without_harm
+    def unsaved(self, *, since: float, until: float | None, tries: int, text: str) -> None:
+        """Note that nothing can be saved, or that it can be again; between the first and that, keep it for the end.
+
+        Args:
+            since: The time of the first save that failed, seconds since 1970.
+            until: When one succeeded again; ``None`` if none has yet.
+            tries: How many failed.
+            text: Why the last of them did.
+        """
+        line = {"since": round(since, 3), "until": until and round(until, 3), "tries": tries, "text": text[:_MAX_TEXT]}
+        self._untold = line if until is None and tries > 1 else {}
+        if not self._untold:
+            self._add(UNSAVED, **line)
 
     @_without_harm
     def alive(self) -> None:
@@ -154,8 +172,10 @@ class History:
         if self._has_ended:
             return
         self._has_ended = True
+        if self._untold:
+            self._add(UNSAVED, **self._untold)
         reason, text = reason_of(exception)
-        self._add(END, **self._place(), reason=reason, text=text, saved=self._saved and _place_of(self._saved))
+        self._add(END, **self._place(), reason=reason, text=text, saved=self.saved and _place_of(self.saved))
         self.due_at = float("inf")
         assert self.file is not None
         self.file.flush()
@@ -206,6 +226,11 @@ def process_began(process_id: int) -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return round(_IMPORTED, 3)
     return round(time.time() - age, 3)
+
+
+def seconds_of_process() -> float:
+    """Return for how many seconds this process has run."""
+    return max(time.time() - process_began(os.getpid()), 0.0)
 
 
 def _place_of(position: Position) -> dict[str, int]:

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 MAX_BYTES = 1_000_000
 MAX_REMOTE_BYTES = 200_000
+_MAX_UNWRITTEN = 1000
 SENT_EVERY_SECONDS = 60.0
 
 
@@ -88,13 +89,20 @@ class LocalHistory:
         self.path = os.path.join(directory, FILE_NAME)
         self._max_bytes = max_bytes
         self._room = max_bytes
+        self._unwritten: list[Mapping[str, Any]] = []
+        """What a full disk has not taken yet; the next line brings it along."""
         self._announced = _Announced(self.path)
         self._lock = threading.Lock()
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line."""
+        """Append a line, and those before it for which there was no room."""
         with self._lock:
-            append_line(self.path, line)
+            if self._unwritten and line["event"] == self._unwritten[-1]["event"] == ALIVE:
+                self._unwritten.pop()  # the newer one tells all
+            self._unwritten = [*self._unwritten, line][-_MAX_UNWRITTEN:]
+            while self._unwritten:
+                append_line(self.path, self._unwritten[0])
+                del self._unwritten[0]
             if os.stat(self.path).st_size > self._room:
                 self._shorten()
 

@@ -9,6 +9,7 @@ from lightning_faulttolerant.errors import TrainingStopped
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.boundary import Boundary
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.stop import say_unsaved
 from lightning_faulttolerant.trainer.telling import tell
 
 
@@ -33,7 +34,7 @@ def end_interrupted(
     if boundary is not None and not (is_stop and boundary.is_settled(position_of(trainer, BOUNDARY))):
         _save(boundary, autosaver, exception)
     if isinstance(exception, TrainingStopped):
-        tell_stopped(exception, autosaver.saved, resumed_from)
+        tell_stopped(exception, autosaver.pace.saved, resumed_from)
 
 
 def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_from: str | None) -> None:
@@ -44,14 +45,18 @@ def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_fro
 
 
 def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) -> None:
-    name = type(exception).__name__
+    name, pace = type(exception).__name__, autosaver.pace
     try:
-        saved = boundary.save_interrupted()
+        is_tried = boundary.save_interrupted()
     except Exception as error:  # noqa: BLE001 - the user must see his own exception; the last autosave is there
         rank_zero_warn(f"{name}: the state could not be saved, the last autosave stays: {error!r}")
         return
-    if not isinstance(exception, TrainingStopped):
-        tell(f"\n{name}: {_what_there_is(autosaver.saved, is_new=saved)}.")
+    if isinstance(exception, TrainingStopped):
+        say_unsaved(exception, pace.unsaved if is_tried else "")
+    elif is_tried and pace.unsaved:
+        tell(f"\n{name}: {pace.unsaved}.")
+    else:
+        tell(f"\n{name}: {_what_there_is(pace.saved, is_new=is_tried)}.")
 
 
 def _what_there_is(position: Position | None, *, is_new: bool) -> str:

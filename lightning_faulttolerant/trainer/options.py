@@ -89,6 +89,11 @@ class Options:
             raise TypeError(f"train_time_interval must be a timedelta, such as timedelta(minutes=5); got {interval!r}.")
 
     @property
+    def is_paced(self) -> bool:
+        """Whether `overhead_budget` says when to save, rather than an interval."""
+        return self.every_n_train_steps is None and self.train_time_interval is None
+
+    @property
     def signals(self) -> tuple[signal.Signals, ...]:
         """The stop signals that exist on this system."""
         return tuple(dict.fromkeys(signal.Signals[name] for name in self.stop_signals))

@@ -16,9 +16,11 @@ from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
+from lightning_faulttolerant.trainer.first_save import is_saved
 from lightning_faulttolerant.trainer.grown import GROWN, GrownBuffers
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.param_groups import GROUPS, ParamGroups
+from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.gather import SHARED
 from lightning_faulttolerant.trainer.ranks.sharded import load_checkpoint
 from lightning_faulttolerant.trainer.replaced import REPLACED, Replaced
@@ -72,6 +74,10 @@ class Restoring:
             return None
         self._choice = self._choice.with_checkpoint(None)
         return self._choice.origin
+
+    def is_saved(self, position: Position) -> bool:
+        """Return whether an autosave of this run holds the state of `position`; to be asked at the first boundary."""
+        return is_saved(self._trainer, self._choice, self.resume, position)
 
     def changes(self) -> dict[str, Any]:
         """Return what training has changed of the optimizers, schedulers and buffers that the fit had at its start."""

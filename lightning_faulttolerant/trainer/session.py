@@ -214,6 +214,7 @@ class Session:
             },
         )
         self.autosaver.on_saved = self.on_saved
+        self.autosaver.is_saved_before = self._restoring.is_saved
         if self._beginning.choice is None or not self._beginning.choice.continues:
             self.on_saved.append(self._fingerprint.hyperparameters.tell_passing)
 
@@ -268,7 +269,7 @@ class Session:
         self._beginning.history.start(self._beginning.choice, self.report)
         if not is_pending:
             autosaver.save(position_of(self._trainer, FINISHED))
-        self._stopping.stop_if_wanted("behind the end of the fit")
+        self._stopping.stop_if_wanted("behind the end of the fit", autosaver.pace.unsaved)
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:
@@ -335,7 +336,6 @@ class Session:
                 autosaver=self.autosaver,
                 stopping=self._stopping,
                 ranks=self._beginning.ranks,
-                overhead_budget=self._options.overhead_budget,
                 hook_saves=self._hook_saves,
                 history=self._beginning.history,
             )

@@ -26,6 +26,8 @@ DEADLINE_EXIT_CODE = 75
 """Of a run that a deadline has stopped: sysexits' "temporary failure", run it again."""
 REQUEUED_EXIT_CODE = 76
 """Of a run that was saved and whose SLURM job was queued again."""
+UNSAVED_EXIT_CODE = 74
+"""Of a run that was stopped and whose state could not be written: sysexits' "input/output error"."""
 
 _STUCK_FETCH_SECONDS = 1.0
 _FETCH = "waited for a batch from a worker"
@@ -72,9 +74,23 @@ def signal_reason(signum: int, *, requeues: bool = False) -> StopReason:
     return StopReason(name=signal.Signals(signum).name, exit_code=exit_code(signum), requeues=requeues)
 
 
-def stopped_by(reason: StopReason, where: str) -> TrainingStopped:
-    """Return the exception that ends the process."""
-    return TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
+def stopped_by(reason: StopReason, where: str, unsaved: str = "") -> TrainingStopped:
+    """Return the exception that ends the process.
+
+    Args:
+        reason: Why.
+        where: In the run.
+        unsaved: Why the state of that place could not be saved, if that failed.
+    """
+    stopped = TrainingStopped(reason.exit_code, f"Stopped by {reason.name} {where}")
+    say_unsaved(stopped, unsaved)
+    return stopped
+
+
+def say_unsaved(stopped: TrainingStopped, unsaved: str) -> None:
+    """Let the message and the exit code say that the last autosave is older, unless nothing failed or they do so."""
+    if unsaved and stopped.code != UNSAVED_EXIT_CODE:
+        stopped.code, stopped.reason = UNSAVED_EXIT_CODE, f"{stopped.reason}. {unsaved}"
 
 
 class StopSignals:

@@ -215,8 +215,12 @@ class Stopping:
         answers = self._ranks.to_first("who can", can)
         return bool(self._ranks.from_first("all can", answers is not None and all(answers)))
 
-    def stop_if_wanted(self, where: str) -> None:
+    def stop_if_wanted(self, where: str, unsaved: str = "") -> None:
         """Stop here, where all ranks are, if one of them was asked to; a collective.
+
+        Args:
+            where: In the run.
+            unsaved: Why the state of that place could not be saved, if that failed.
 
         Raises:
             TrainingStopped: If so.
@@ -228,7 +232,7 @@ class Stopping:
             self._agreed = text
             self.signals.note(StopReason.from_text(text))
             self.end_together()
-            raise stopped_by(StopReason.from_text(text), where)
+            raise stopped_by(StopReason.from_text(text), where, unsaved)
 
     def end_together(self) -> None:
         """Note that all ranks end here by agreement: that one is gone is no news any more."""

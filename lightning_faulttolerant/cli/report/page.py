@@ -10,7 +10,7 @@ from lightning_faulttolerant.cli.page.markup import Child, Markup, tag
 from lightning_faulttolerant.cli.page.numbers import count_text, duration_text, plural, share_text
 from lightning_faulttolerant.cli.page.table import pairs, stats, table
 from lightning_faulttolerant.cli.report.picture import account_bar, autosave_bars, progress
-from lightning_faulttolerant.cli.report.words import RUNNING_SECONDS
+from lightning_faulttolerant.cli.report.words import RUNNING_SECONDS, unsaved_text
 from lightning_faulttolerant.cli.text import moment_text, size_text
 from lightning_faulttolerant.records.goodput import Account, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import FINISHED, Autosave, Fit, Place, Process
@@ -187,6 +187,10 @@ def _notes(chapter: ChapterReport) -> Child:
     texts = dict.fromkeys(
         chain.from_iterable((*(f"Not exact: {text}" for text in each.not_exact), *each.notes) for each in resumed)
     )
+    processes = enumerate(chapter.chapter.processes, 1)
+    fits = ((number, fit) for number, process in processes for fit in process.fits)
+    unsaved = [f"Process {number} {unsaved_text(each, fit)}" for number, fit in fits for each in fit.unsaved]
+    texts = dict.fromkeys((*unsaved, *texts))
     if not texts:
         return None
     shown = [_cut(text) for text in list(texts)[:_NUM_NOTES]]

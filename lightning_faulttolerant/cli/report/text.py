@@ -5,7 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from lightning_faulttolerant.cli.report.words import KIND_NAMES, duration_text, end_text, from_text, place_text
+from lightning_faulttolerant.cli.report.words import (
+    KIND_NAMES,
+    duration_text,
+    end_text,
+    from_text,
+    place_text,
+    unsaved_text,
+)
 from lightning_faulttolerant.cli.text import moment_text, safe, size_text, table
 from lightning_faulttolerant.records.goodput import KINDS, SAVING, TRAINING, ChapterReport, RunReport
 from lightning_faulttolerant.records.history import Autosave, Chapter, Fit
@@ -58,6 +65,10 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
         for fit in process.fits:
             if fit.resumed is not None and fit.resumed.not_exact:
                 yield from _wrapped(f"Process {number} did NOT go on exactly: {'; '.join(fit.resumed.not_exact)}")
+    for number, process in enumerate(chapter.processes, start=1):
+        for fit in process.fits:
+            for unsaved in fit.unsaved:
+                yield from _wrapped(f"Process {number} {unsaved_text(unsaved, fit)}")
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             if fit.text and not (fit.reason or "").startswith("stopped by "):

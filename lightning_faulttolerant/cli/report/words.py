@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_faulttolerant.records import goodput
-from lightning_faulttolerant.records.history import Fit, Place
+from lightning_faulttolerant.records.history import Fit, Place, Unsaved
 
 RUNNING_SECONDS = 90.0
 """Whose last sign of life is not older may be running: below a URL there is one a minute."""
@@ -65,6 +65,19 @@ def from_text(fit: Fit) -> str:
     if fit.started is None:
         return "-"
     return "start" if fit.resumed is None else place_text(fit.place)
+
+
+def unsaved_text(unsaved: Unsaved, fit: Fit) -> str:
+    """Return for how long a fit could save nothing, and why.
+
+    Args:
+        unsaved: When.
+        fit: In which.
+    """
+    ended = fit.last_seen if unsaved.until is None else unsaved.until
+    still = ", to its end" if unsaved.until is None else ""
+    tries = f"{unsaved.tries} {'try' if unsaved.tries == 1 else 'tries'}"
+    return f"could save nothing for {duration_text(ended - unsaved.since)}{still}, {tries}: {unsaved.text}"
 
 
 def end_text(fit: Fit, *, is_last: bool, made: float) -> str:

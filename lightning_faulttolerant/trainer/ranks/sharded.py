@@ -7,9 +7,10 @@ rides in the file that Lightning writes for all that is not in shards.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar, final
 
 from lightning.pytorch import Trainer
@@ -22,10 +23,11 @@ from lightning_faulttolerant.state.tensors import load_buffers
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.compat import put_checkpoint
 from lightning_faulttolerant.trainer.files.parts import part_of
+from lightning_faulttolerant.trainer.outage import described
 from lightning_faulttolerant.trainer.position import Position
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.fresh_optimizers import WITHOUT_STATE, loadable
-from lightning_faulttolerant.trainer.ranks.group import Ranks, by_first
+from lightning_faulttolerant.trainer.ranks.group import Ranks
 from lightning_faulttolerant.trainer.telling import tell
 
 _Result = TypeVar("_Result")
@@ -34,6 +36,7 @@ IN_SHARDS = ("state_dict", "optimizer_states")
 """What of a checkpoint the strategy takes out and writes as shards."""
 
 _SEEN_WITHIN_SECONDS = 60.0
+_TORCH_CAN_T_WRITE = re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing")
 
 
 @final
@@ -50,54 +53,106 @@ class ShardWriter:
         self._trainer = trainer
         self._series = series
         self._ranks = ranks
+        self._failure = ""
 
-    def save(self, checkpoint: dict[str, Any], position: Position) -> str:
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        position: Position,
+        *,
+        flush: Callable[[], object] = lambda: None,
+        raises: bool = True,
+    ) -> tuple[str, str]:
         """Write an autosave; what is in shards is taken out of `checkpoint`.
 
         Args:
             checkpoint: Lightning's, of this rank; our part is in rank 0's.
             position: Where it was taken.
+            flush: Called first, on each rank.
+            raises: Whether a disk or a store that can't be written to is an error.
 
         Returns:
-            Its path.
+            Its path, and why it could not be written: one of the two is empty, and both are the same on every rank.
 
         Raises:
             CheckpointError: On every rank, if a rank could not do its part. What it raises there is raised as it is.
         """
+        self._failure = ""
+        try:
+            return self._save(checkpoint, position, flush), ""
+        except (Exception, _torchs_exception()):
+            if raises or not self._failure:
+                raise
+            return "", self._failure
+
+    def _save(self, checkpoint: dict[str, Any], position: Position, flush: Callable[[], object]) -> str:
         series = self._series
-        directory = by_first(
-            self._ranks, "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
+        self._together("flush", flush)
+        directory = self._first(
+            "begin", lambda: _of_first(series).begin_directory(epoch=position.epoch, batch=position.batch)
         )
         try:
             self._together("see", lambda: _wait_for(directory))
             self._together("shards", lambda: self._trainer.strategy.save_checkpoint(checkpoint, directory))
-            shares = by_first(
-                self._ranks,
-                "deal",
-                lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks),
+            shares = self._first(
+                "deal", lambda: deal_files(directory, list_files(directory), num_shares=self._ranks.num_ranks)
             )
             summed = self._together("sum", lambda: sum_files(directory, shares[self._ranks.rank]))
             files = {name: entry for share in summed or () for name, entry in share.items()}
-            return by_first(self._ranks, "commit", lambda: _of_first(series).commit_directory(directory, files))
+            return self._first("commit", lambda: _of_first(series).commit_directory(directory, files))
         except BaseException:
             if series is not None:
-                series.drop_directory(directory)
+                with suppress(OSError):  # the first error is the one to see, and the next save tries again
+                    series.drop_directory(directory)
             raise
+
+    def _first(self, step: str, work: Callable[[], _Result]) -> _Result:
+        """Do something on rank 0, and return what it gave on each; if it fails, every rank raises."""
+        results = self._together(step, work if self._ranks.rank == 0 else lambda: None)
+        result: _Result = self._ranks.from_first(step, None if results is None else results[0])
+        return result
 
     def _together(self, step: str, work: Callable[[], _Result]) -> list[_Result] | None:
         """Do something on each rank, and return what all gave on rank 0; if it fails on one, every rank raises."""
         failure, result, own = "", None, None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised again below, when the others know
-            failure, own = f"{type(error).__name__}: {error}", error
-        answers = self._ranks.to_first(step, (failure, result))
-        failures = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers or ()) if text)
-        _raise_if(self._ranks.from_first(step, failures), own)
-        return None if answers is None else [result for _, result in answers]
+        except (Exception, _torchs_exception()) as error:  # noqa: BLE001 - raised again below, when the others know
+            failure, own = described(error), error
+        can_wait = own is None or is_of_the_store(own)
+        answers = self._ranks.to_first(step, (failure, can_wait, result))
+        failures = "; ".join(f"rank {rank}: {text}" for rank, (text, *_) in enumerate(answers or ()) if text)
+        all_can_wait = answers is not None and all(can for _, can, _ in answers)
+        failures, all_can_wait = self._ranks.from_first(step, (failures, all_can_wait))
+        if all_can_wait:
+            self._failure = failures
+        _raise_if(failures, own)
+        return None if answers is None else [result for *_, result in answers]
 
 
-def _raise_if(failure: str, own: Exception | None) -> None:
+def _torchs_exception() -> type[BaseException]:
+    """Return what ``torch.distributed.checkpoint`` raises on each rank, which is no `Exception`."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415, RUF100 - takes a second to import
+
+    return CheckpointException
+
+
+def is_of_the_store(error: BaseException) -> bool:
+    """Return whether a save failed because the disk or store could not be written: a later one may succeed.
+
+    Args:
+        error: What it has raised. Of ``torch.distributed.checkpoint``, it tells what each rank has raised; that of a
+            full disk is a RuntimeError of torch's own.
+    """
+    if isinstance(error, OSError):
+        return True
+    failures = getattr(error, "failures", None)
+    if isinstance(error, _torchs_exception()) and isinstance(failures, dict):
+        return bool(failures) and all(is_of_the_store(failure) for failure, _ in failures.values())
+    return isinstance(error, RuntimeError) and _TORCH_CAN_T_WRITE.search(str(error)) is not None
+
+
+def _raise_if(failure: str, own: BaseException | None) -> None:
     if own is not None:
         raise own
     if failure:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -21,31 +23,41 @@ from lightning_faulttolerant.trainer.ranks.group import RankGroup
 from lightning_faulttolerant.trainer.ranks.sharded import ShardWriter
 from tests.ranks import on_ranks
 
+FULL = OSError(28, "No space left on device")
+TORCHS = CheckpointException(
+    "", {1: _wrap_exception(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))}
+)
+
 
 class Writes:
     """Writes as a strategy does, each rank a file of its own; fails on one rank in the saves of some numbers."""
 
-    def __init__(self, rank: int, *, fails: tuple[int, int] | None = None) -> None:
+    def __init__(self, rank: int, *, fails: tuple[int, int] | None = None, error: BaseException = FULL) -> None:
         self._rank = rank
         self._fails = fails
+        self._error = error
 
     def save_checkpoint(self, checkpoint: dict[str, Any], directory: str) -> None:
         if self._fails == (self._rank, checkpoint["number"]):
-            raise OSError(28, "No space left on device")
+            raise self._error
         Path(directory, f"__{self._rank}_0.distcp").write_bytes(bytes([checkpoint["number"]]) * 100)
         if self._rank == 0:
             torch.save(checkpoint, Path(directory, METADATA_NAME))
 
 
-def _save_three(rank: int, directory: Path, fails: tuple[int, int] | None) -> list[str]:
+def _save_three(
+    rank: int, directory: Path, fails: tuple[int, int] | None, *, raises: bool = True, error: BaseException = FULL
+) -> list[str]:
     ranks = RankGroup()
     series = AutosaveSeries(directory, keep_last=2) if rank == 0 else None
-    writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails)), series, ranks)  # type: ignore[arg-type]
+    writer = ShardWriter(SimpleNamespace(strategy=Writes(rank, fails=fails, error=error)), series, ranks)  # type: ignore[arg-type]
     outcomes = []
     for number in range(3):
         position = Position(where=BOUNDARY, epoch=0, batch=number, global_step=number)
         try:
-            outcomes.append(os.path.basename(writer.save({"number": number}, position)))
+            path, failure = writer.save({"number": number}, position, raises=raises)
+            assert bool(path) != bool(failure)
+            outcomes.append(os.path.basename(path) or f"failed: {failure}")
         except Exception as error:  # noqa: BLE001 - what a rank raises is its answer
             outcomes.append(f"{type(error).__name__}: {error}")
     ranks.close()
@@ -71,6 +83,29 @@ def test_a_rank_that_can_not_write_is_an_error_on_all(tmp_path: Path) -> None:
     assert "autosaves so far are there" in first[1]
     assert second[1] == "OSError: [Errno 28] No space left on device"
     assert sorted(os.listdir(directory)) == [first[0], first[2]]
+
+
+@pytest.mark.parametrize("error", [FULL, TORCHS], ids=["disk", "torch"])
+def test_a_disk_that_is_full_in_mid_run_is_told_on_all(error: BaseException, tmp_path: Path) -> None:
+    """Where that is no error, all ranks must learn the same, nothing be left, and the next save succeed."""
+    directory = tmp_path / "fit-1"
+    first, second = on_ranks(
+        lambda rank: _save_three(rank, directory, (1, 1), raises=False, error=error), tmp_path / "ranks"
+    )
+    assert first == second
+    assert first[1].startswith(f"failed: rank 1: {type(error).__name__}: ")
+    assert sorted(os.listdir(directory)) == [first[0], first[2]]
+
+
+def test_another_error_in_mid_run_is_raised_on_all(tmp_path: Path) -> None:
+    """What no room on the disk would mend must be raised as it is."""
+    directory = tmp_path / "fit-1"
+    error = TypeError("not the disk's")
+    first, second = on_ranks(
+        lambda rank: _save_three(rank, directory, (0, 1), raises=False, error=error), tmp_path / "ranks"
+    )
+    assert first[1] == "TypeError: not the disk's"
+    assert "rank 0: TypeError: not the disk's" in second[1]
 
 
 def _gradients(rank: int) -> list[Any]:

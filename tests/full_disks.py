@@ -1,0 +1,82 @@
+"""A disk and a store that take no autosaves for a while, for tests of runs that continue meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_faulttolerant.testing import FaultyFiles, FaultyURLs
+from lightning_faulttolerant.testing.steps import Step
+
+NEVER = 1_000_000
+
+
+class _Full(Callback):
+    """Is full from the start of batch `first` of this process to that of batch `last`.
+
+    Args:
+        first: When it gets full; -1 from the beginning of the fit.
+        last: When there is room again.
+        rank: On which rank; on all by default.
+    """
+
+    def __init__(self, first: int, last: int = NEVER, *, rank: int | None = None) -> None:
+        self.first = first
+        self.last = last
+        self.rank = rank
+        self.num_begun = -1
+        self.num_refused = 0
+        self.block: Any = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.first <= self.num_begun < self.last
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if self.rank in (None, trainer.global_rank):
+            self.block = self.faulty(str(trainer.default_root_dir))
+            self.block.__enter__()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        block, self.block = self.block, None
+        if block is not None:
+            block.__exit__()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.num_begun += 1
+
+    def faulty(self, directory: str) -> Any:
+        raise NotImplementedError
+
+
+class FullDisk(_Full):
+    """A local disk that takes half of what is written, and then no more: of autosaves, and of the history."""
+
+    def faulty(self, directory: str) -> Any:
+        return FaultyFiles(directory, self.write, kind="write")
+
+    def write(self, step: Step, carry_out: Callable[..., Any]) -> Any:
+        in_autosave = any(name.lstrip(".").startswith("autosave-") for name in step.path.parts)
+        is_ours = in_autosave or step.path.name == "history.jsonl"
+        if not self.is_full or not is_ours:
+            return carry_out()
+        self.num_refused += 1
+        carry_out(step.num_bytes // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(step.path))
+
+
+class Unreachable(_Full):
+    """A store, ``faulty://``, that nothing can be asked of meanwhile."""
+
+    def faulty(self, directory: str) -> Any:
+        return FaultyURLs(self.ask)
+
+    def ask(self, step: Step, carry_out: Callable[..., Any]) -> Any:
+        if not self.is_full:
+            return carry_out()
+        self.num_refused += 1
+        raise ConnectionError("the store does not answer")

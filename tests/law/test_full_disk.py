@@ -1,0 +1,327 @@
+"""A disk without room, or a store that is not reached, in mid-run: the run continues, and is the uninterrupted one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_faulttolerant.checkpoint.verify import load_file
+from lightning_faulttolerant.cli.command import main as command
+from lightning_faulttolerant.records.chapters import history_of
+from lightning_faulttolerant.records.history import Fit
+from lightning_faulttolerant.records.lines import read_lines
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.full_disks import FullDisk, Unreachable
+from tests.law.test_which_run import protected, tell, told, weights
+from tests.processes import Ended, run
+from tests.runs import Net, fit_eight
+
+EVERY_STEP = {"every_n_train_steps": 1}
+COULD_NOT = "could not be saved: OSError: [Errno 28] No space left on device"
+AGAIN = "Autosaves can be written again"
+
+
+class Notes(Net):
+    """Keeps a list and a counter of its own, which training changes in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[int] = []
+        self.counts = {"steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.notes.append(batch_idx)
+        self.counts["steps"] += len(self.notes)
+        return super().training_step(batch, batch_idx) * (1 + 0.01 * (self.counts["steps"] % 7))
+
+
+def fit_notes(callbacks: list[Callback], directory: Path, **arguments: Any) -> Any:
+    """Fit 8 batches an epoch with object state."""
+    return fit_eight(callbacks, directory, module=Notes(), **arguments)
+
+
+def fits_of(directory: Path) -> list[Fit]:
+    """Return the fits that the history of the run tells of."""
+    [path] = directory.rglob("history.jsonl")
+    [chapter] = history_of(read_lines(path)).chapters
+    return list(chapter.fits)
+
+
+def report_on(directory: Path) -> str:
+    """Return what the command prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert command(["report", str(directory)]) == 0
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "keep_last": 1}, {**EVERY_STEP, "async_save": True}])
+def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
+    """Killed when there is room again, a run goes on from what was saved then, and is bit for bit the other one."""
+    [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(2, 5), KillAt(11)]], options=options)
+    assert cost.exit_code == -signal.SIGKILL
+    assert (cost.epoch, cost.batch) in [(1, 3), (1, 2)] if "async_save" in options else [(1, 3)]
+
+
+@pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "async_save": True}])
+def test_killed_while_the_disk_is_full(options: dict[str, Any]) -> None:
+    """Killed before there is room, it goes on from the last good autosave, which nothing has deleted."""
+    [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(3), KillAt(7)]], options=options)
+    assert (cost.exit_code, cost.epoch) == (-signal.SIGKILL, 0)
+    assert cost.batch in ((2, 3) if "async_save" in options else (3,))
+
+
+def test_killed_twice_in_a_run_whose_disk_is_full_at_times() -> None:
+    """So it is in a resumed run, whose first own save fails, and in an accumulation window."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Any:
+        return fit_notes(callbacks, directory, accumulate_grad_batches=3)
+
+    faults = [[FullDisk(2, 4), KillAt(7)], [FullDisk(0, 2), KillAt(6)]]
+    first, second = assert_resumes_exactly(fit, faults, options=EVERY_STEP)
+    assert (first.epoch, first.batch) == (0, 6)
+    assert (second.epoch, second.batch) == (1, 3)
+
+
+def fit_with(directory: Path, *callbacks: Callback, name: str = "weights", **options: Any) -> Ended:
+    """Fit as a script; tell the weights behind it."""
+
+    def main() -> None:
+        place = directory / ("run" if name == "weights" else name)
+        tell(directory, name, weights(fit_notes([protected(**options), *callbacks], place)))
+
+    return run(main)
+
+
+def test_run_is_the_same_and_says_so_once(tmp_path: Path) -> None:
+    """The weights are those of a run with room; the outage is named when it begins and when it ends."""
+    assert fit_with(tmp_path, name="whole").exit_code == 0
+
+    class Looks(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+            names = sorted(path.name for path in files if "autosave" in path.name)
+            tell(tmp_path, "names", names)
+            assert all(load_file(path) for path in files if path.suffix == ".ckpt")
+
+    ended = fit_with(tmp_path, FullDisk(3, 6), Looks())
+    assert ended.exit_code == 0, ended.output
+    assert told(tmp_path, "weights") == told(tmp_path, "whole")
+    assert ended.output.count("could not be saved") == ended.output.count(AGAIN) == 1
+    assert f"The state before batch 4 of epoch 0 {COULD_NOT}" in ended.output
+    assert "The last autosave, before batch 3 of epoch 0, stays. The run continues" in ended.output
+    assert "nothing could be saved (3 tries)" in ended.output
+    names = told(tmp_path, "names")[:9]
+    assert names[3] == names[4] == names[5] == names[6] != names[7]  # and nothing that was begun is left
+    assert all(len(found) == 2 for found in names[1:])
+    [fit] = fits_of(tmp_path / "run")
+    [unsaved] = fit.unsaved
+    assert unsaved.until is not None
+    assert fit.began < unsaved.since < unsaved.until < fit.last_seen
+    assert unsaved.tries == 3
+    assert "No space left on device" in unsaved.text
+    report = " ".join(report_on(tmp_path / "run").split())
+    assert re.search(
+        r"Process 1 could save nothing for \d\S+ m?s, 3 tries: OSError: \[Errno 28\] No space left", report
+    )
+
+
+def test_finished_fit_that_can_not_be_saved_is_finished(tmp_path: Path) -> None:
+    """The script behind the fit goes on: what was trained is there, and nothing ends in an error."""
+    ended = fit_with(tmp_path, FullDisk(14))
+    assert ended.exit_code == 0, ended.output
+    assert len(told(tmp_path, "weights")) == 1
+    assert f"The state before batch 7 of epoch 1 {COULD_NOT}" in ended.output
+
+
+def test_stop_that_can_not_be_saved_says_what_is_lost(tmp_path: Path) -> None:
+    """Exit code and message of a stop say that the last autosave is older, and by how many batches."""
+    ended = fit_with(tmp_path, FullDisk(5), KillAt(9, signum=signal.SIGTERM))
+    assert ended.exit_code == 74, ended.output
+    expected = (
+        r"Stopped by SIGTERM before batch 2 of epoch 1\. The state could not be saved: OSError: \[Errno 28\][^\n]*\."
+        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. Run the same command again to go on"
+        r" before batch 5 of epoch 0\."
+    )
+    assert re.search(expected, ended.output), ended.output
+    assert ended.output.count("could not be saved") == 2
+    assert "traceback" not in ended.output.lower()
+    ended = fit_with(tmp_path, KillAt(0))
+    assert "Resumed exactly before batch 5 of epoch 0" in ended.output
+
+
+def test_stop_in_validation_that_can_not_be_saved(tmp_path: Path) -> None:
+    """So it is inside a validation run."""
+
+    def main() -> None:
+        faults = [FullDisk(3), KillAt(3, signum=signal.SIGTERM, hook="validation")]
+        fit_eight([protected(), *faults], tmp_path, val_check_interval=4)
+
+    ended = run(main)
+    assert ended.exit_code == 74, ended.output
+    assert "The last autosave, before batch 3 of epoch 0, is 1 batch older." in ended.output
+
+
+def test_exception_is_seen_where_nothing_can_be_saved(tmp_path: Path) -> None:
+    """The user's error is the one that is raised, and the message says which autosave there is."""
+
+    class Raises(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 6:
+                raise ZeroDivisionError("of the user's")
+
+    ended = fit_with(tmp_path, FullDisk(4), Raises(), overhead_budget=1.0)
+    assert ended.exit_code == 1
+    assert "ZeroDivisionError: of the user's" in ended.output
+    assert "ZeroDivisionError: The state could not be saved: OSError: [Errno 28]" in ended.output
+    assert "The last autosave, before batch 4 of epoch 0, is " in ended.output
+
+
+def test_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
+    """A run that could never be resumed is not begun."""
+    ended = fit_with(tmp_path, FullDisk(-1))
+    assert ended.exit_code == 1
+    assert "OSError: [Errno 28] No space left on device" in ended.output
+    assert not told(tmp_path, "weights")
+
+
+def test_state_that_would_not_load_is_an_error_in_mid_run(tmp_path: Path) -> None:
+    """What is wrong with the state, not with the disk, is not put off."""
+
+    class Keeps(Callback):
+        num_steps = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.num_steps += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"where": Path("/data")} if self.num_steps == 3 else {"where": ""}
+
+    ended = fit_with(tmp_path, Keeps(), trust_autosaves=False)
+    assert ended.exit_code == 1
+    assert "UnsafeCheckpointError" in ended.output
+
+
+def test_error_of_a_users_save_is_the_users(tmp_path: Path) -> None:
+    """What a hook of the user's or ModelCheckpoint can't write raises as it does without the package."""
+
+    class Writes(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.trainer.global_step == 3:
+                raise OSError(28, "No space left for this side file")
+
+    ended = run(lambda: fit_eight([protected()], tmp_path / "hook", module=Writes()))
+    assert ended.exit_code == 1
+    assert "No space left for this side file" in ended.output
+
+    def main() -> None:
+        (tmp_path / "file").touch()
+        checkpoint = ModelCheckpoint(dirpath=tmp_path / "checkpoints", every_n_train_steps=3)
+
+        class Breaks(Callback):
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 2:
+                    (tmp_path / "checkpoints").rmdir()
+                    (tmp_path / "checkpoints").symlink_to(tmp_path / "file")
+
+        fit_eight([protected(), checkpoint, Breaks()], tmp_path / "own", enable_checkpointing=True)
+
+    ended = run(main)
+    assert ended.exit_code == 1
+    assert "could not be saved" not in ended.output
+
+
+def test_interval_that_says_when_is_kept(tmp_path: Path) -> None:
+    """With train_time_interval the next try comes when the next save is due, not at each boundary."""
+    options = {"every_n_train_steps": None, "train_time_interval": timedelta(seconds=0.2)}
+
+    class Slow(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            time.sleep(0.05)
+
+    disk = FullDisk(1)
+    ended = run(lambda: (fit_notes([protected(**options), disk, Slow()], tmp_path), tell(tmp_path, "tries", 0)))
+    assert ended.exit_code == 0, ended.output
+    [fit] = fits_of(tmp_path)
+    assert 2 <= fit.unsaved[0].tries <= 5
+
+
+def test_store_that_is_not_reached(tmp_path: Path) -> None:
+    """A store that does not answer for a while is the same: named once, and everything is there behind it."""
+    store = "faulty://runs"
+
+    def main() -> None:
+        trainer = fit_notes([protected(dirpath=store), Unreachable(3, 6)], tmp_path)
+        tell(tmp_path, "weights", weights(trainer))
+
+    ended = run(main)
+    assert ended.exit_code == 0, ended.output
+    assert ended.output.count("could not be saved") == ended.output.count(AGAIN) == 1
+    assert "the store does not answer" in ended.output
+    assert fit_with(tmp_path, name="whole").exit_code == 0
+    assert told(tmp_path, "weights") == told(tmp_path, "whole")
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path, num_bytes: int) -> Iterator[None]:
+    """Mount a file system of that size in memory."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def can_mount() -> bool:
+    """Return whether this process may mount."""
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not can_mount(), reason="needs the right to mount a disk")
+def test_real_disk_without_room(tmp_path: Path) -> None:
+    """On a disk that is full for a while the run continues, and a kill behind that resumes exactly."""
+
+    class Fills(Callback):
+        def __init__(self, first: int, last: int) -> None:
+            self.first, self.last, self.num_begun = first, last, -1
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.num_begun += 1
+            junk = Path(trainer.default_root_dir) / "junk"
+            if self.num_begun == self.first:
+                with contextlib.suppress(OSError), open(junk, "wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+            if self.num_begun == self.last:
+                junk.unlink()
+
+    disk = tmp_path / "disk"
+    with small_disk(disk, 4_000_000):
+        killed = run(lambda: fit_notes([protected(), Fills(3, 6), KillAt(11)], disk))
+        assert killed.exit_code == -signal.SIGKILL, killed.output
+        assert killed.output.count("could not be saved") == killed.output.count(AGAIN) == 1
+        assert "No space left on device" in killed.output
+        ended = run(lambda: tell(tmp_path, "resumed", weights(fit_notes([protected()], disk))), seed=99)
+        assert "Resumed exactly before batch 3 of epoch 1" in ended.output, ended.output
+        assert [fit.unsaved[0].tries for fit in fits_of(disk)[:1]] == [3]
+    assert fit_with(tmp_path, name="whole").exit_code == 0
+    assert told(tmp_path, "resumed") == told(tmp_path, "whole")

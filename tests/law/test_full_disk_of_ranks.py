@@ -1,0 +1,65 @@
+"""Several ranks of which one can't write for a while: all learn it, none hangs, and behind that all resume exactly."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_faulttolerant.testing import assert_resumes_exactly
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.full_disks import FullDisk
+from tests.rank_runs import SECONDS, for_ranks, rank_fit
+from tests.sharded import ShardedNet, fsdp2
+
+pytestmark = for_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"async_save": True}])
+def test_first_rank_that_can_not_save(options: dict[str, Any]) -> None:
+    """Rank 0 writes for all."""
+    faults = [[FullDisk(2, 5, rank=0), KillAt(11, rank=1)]]
+    options = {"every_n_train_steps": 1, **options}
+    [cost] = assert_resumes_exactly(rank_fit(2), faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert cost.exit_code == -signal.SIGKILL
+
+
+class Slow(Callback):
+    """Takes so long for a batch that the ranks agree on a save every few of them."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.08)
+
+
+@pytest.mark.slow
+def test_first_rank_that_can_not_save_where_time_says_when() -> None:
+    """The first rank asks for each try, and the others come to it."""
+    fit = rank_fit(2, users=lambda: [Slow()], max_epochs=4)
+    faults = [[FullDisk(1, 16, rank=0), KillAt(30, rank=1)]]
+    options = {"overhead_budget": 1.0}
+    [cost] = assert_resumes_exactly(fit, faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert cost.exit_code == -signal.SIGKILL
+    assert cost.epoch >= 2
+
+
+@pytest.mark.slow
+def test_shards_of_which_one_can_not_be_written() -> None:
+    """Each rank writes its own shards: where one can't, there is no autosave of any."""
+    fit = rank_fit(2, module=ShardedNet, strategy=fsdp2())
+    faults = [[FullDisk(2, 5, rank=1), KillAt(11, rank=0)]]
+    options = {"every_n_train_steps": 1}
+    [cost] = assert_resumes_exactly(fit, faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (-signal.SIGKILL, 1, 3)
+
+
+@pytest.mark.slow
+def test_stop_that_ranks_can_not_save() -> None:
+    """All ranks end with the exit code that says so, and go on from the last good autosave."""
+    faults = [[FullDisk(3, rank=0), KillAt(6, rank=1, signum=signal.SIGTERM)]]
+    options = {"every_n_train_steps": 1}
+    [cost] = assert_resumes_exactly(rank_fit(2), faults, options=options, num_ranks=2, timeout_seconds=SECONDS)
+    assert (cost.exit_code, cost.epoch, cost.batch) == (74, 0, 3)
