@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -99,3 +100,9 @@ def syncs_tensorboard(logger: WandbLogger) -> bool:
 def client_of(logger: MLFlowLogger) -> Any:
     """Return the client through which all values go, those of users too."""
     return logger._mlflow_client
+
+
+def experiments_of(loggers: Iterable[Logger]) -> list[Any]:
+    """Return the runs and clients of loggers: connections, whose attributes are not the user's state."""
+    tracking = [logger for logger in loggers if isinstance(logger, (WandbLogger, MLFlowLogger))]
+    return [one._mlflow_client if isinstance(one, MLFlowLogger) else one._experiment for one in tracking]

@@ -116,16 +116,18 @@ class Experiments:
         own = compat.run_id(logger)
         if own == run_id:
             return True
-        so_far = f"what was logged so far is in the run {run_id}"
         if compat.begins_anew(logger):
-            self.notes.append(f"{key} is to begin a run at each start; {so_far}")
+            self.notes.append(f"{key} is to begin a run at each start; what was logged so far is in the run {run_id}")
             return False
         if not compat.has_begun(logger):
             if own is not None:
-                self.notes.append(f"{key} was given the run {own}; {so_far}")
+                self.notes.append(f"{key} was given the run {own}; what was logged so far is in the run {run_id}")
                 return False
         elif isinstance(logger, WandbLogger):
-            self.notes.append(f"{key} had begun the run {own} before the fit; {so_far}. Give it id={run_id!r}")
+            self.notes.append(
+                f"{key} had begun the run {own} before the fit; what was logged so far is in the run {run_id}. Give it"
+                f" id={run_id!r}"
+            )
             return False
         else:
             logger.experiment.set_terminated(own, _KILLED)
