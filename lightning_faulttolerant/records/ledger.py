@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_faulttolerant.records.lines import Line, read_lines
@@ -60,8 +61,36 @@ step), ``step`` (behind the backward pass, before the optimizer's step), ``end``
 by itself, they have the variables of before: several places, with a comma between, are for one start each.
 """
 
+SAVE_VARIABLE = "PL_FAULT_TOLERANT_SAVE_AT"
+"""For the drill: ``<fit>:<epoch>:<batch>``, several with a comma between: it saves before each."""
+HOLD_VARIABLE = "PL_FAULT_TOLERANT_HOLD_AT"
+"""For the drill: ``<fit>:<epoch>:<batch>``. Before this batch rank 0 waits for its strike."""
 
 HOOKS = ("start", "step", "end")
+BatchPlace = tuple[int, int, int]
+"""The number of the fit in its script, from 1, and epoch and batch, from 0."""
+
+
+def places_text(places: Iterable[BatchPlace]) -> str:
+    """Return places as the environment names them."""
+    return ",".join(":".join(map(str, place)) for place in places)
+
+
+def places_in(name: str, text: str) -> list[BatchPlace]:
+    """Return the places that a variable names.
+
+    Args:
+        name: Of the variable.
+        text: Its value.
+
+    Raises:
+        ValueError: If it names none.
+    """
+    found = [re.fullmatch(r"(\d+):(\d+):(\d+)", place) for place in text.split(",")]
+    places = [(int(match[1]), int(match[2]), int(match[3])) for match in found if match is not None]
+    if len(places) < len(found):
+        raise ValueError(f"{name} must be <fit>:<epoch>:<batch>, several with a comma between; got {text!r}.")
+    return places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

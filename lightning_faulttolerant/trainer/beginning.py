@@ -79,6 +79,7 @@ class Beginning:
                 assert self.series is not None
                 self.choice = choose(self._trainer, self.series, given[0], self._options)
                 assert self._run is not None
+                self._files.experiments.tell_unknown()
                 go_on_in_files(self._files, self._run, self.choice)
         except Exception as error:
             if self._trainer.world_size == 1:
@@ -181,6 +182,7 @@ class Beginning:
         """Tell how the fit ended, and what to do about an error of a run that differs."""
         if exception is not None:
             advise(exception, self.choice)
+            self._files.experiments.end(exception)
         self.history.end(exception)
 
     def end_fit(self) -> None:

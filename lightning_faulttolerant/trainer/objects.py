@@ -34,6 +34,7 @@ from lightning_faulttolerant.state.objects.users import is_global
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
+from lightning_faulttolerant.trainer.experiments.compat import experiments_of
 from lightning_faulttolerant.trainer.holders import functions_of, names_of_trainers
 from lightning_faulttolerant.trainer.position import FINISHED
 from lightning_faulttolerant.trainer.reloads import Reloads
@@ -342,6 +343,7 @@ def _rules(trainer: Trainer) -> Rules:
     own |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
     own |= {id(metric) for metric in with_metrics_state(module)}
     own |= {id(metric) for callback in compat.callbacks(trainer) for metric in metrics_of(callback).values()}
+    own |= {id(experiment) for experiment in experiments_of(trainer.loggers)} - {id(None)}
     optimizers = {id(optimizer) for optimizer in trainer.optimizers}
 
     def is_live(value: Any) -> bool:

@@ -55,8 +55,9 @@ class Session:
         self._options = options
         is_per_sample = options.worker_rng == "per_sample"
         self._loaders = Loaders(trainer, strict=options.strict, manual=is_manual(), is_per_sample=is_per_sample)
+        self.loaders = self._loaders
         self._fingerprint = Fingerprint(trainer, ignored=options.ignore_hyperparameters)
-        self._stopping = Stopping(trainer, options)
+        self.stopping = self._stopping = Stopping(trainer, options)
         self._stop = self._stopping.signals
         self._patches = Patches()
         self._files = RunFiles(trainer, self._patches)
@@ -76,11 +77,6 @@ class Session:
     @property
     def _resume(self) -> Resume | None:
         return self._restoring.resume
-
-    @property
-    def loaders(self) -> Loaders:
-        """The loaders of the fit."""
-        return self._loaders
 
     @property
     def report(self) -> ResumeReport | None:

@@ -11,12 +11,14 @@ from lightning_faulttolerant.cli.drill.causes import different_surroundings
 from lightning_faulttolerant.cli.drill.comparison import Mismatch, difference_of, first_mismatch, without
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, Resumption
 from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import Cause, Strike, Value, Verdict
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import EXCEPTION, DrillSettings
 from lightning_faulttolerant.cli.page.numbers import plural
 from lightning_faulttolerant.records import ledger
 
+_NUM_LINES = 60
 _CHECK = "--check runs the script uninterrupted twice first, and tells whether it is deterministic by itself."
 _NO_LEDGER = Cause(
     part="no ledger",
@@ -89,6 +91,9 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
         is_restart: Whether it had been struck before, so that the script can't go on rather than not run at all.
     """
     code = process.exit_code
+    refusal = refusal_in(process.tail(_NUM_LINES))
+    if refusal is not None:
+        return _refused(refusal, process, is_restart=is_restart)
     how = f"ended with exit code {code}" if code is None or code >= 0 else f"was ended by signal {-code}"
     if is_restart:
         return Verdict(
@@ -115,6 +120,17 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
         f"The script {how}.",
         Cause(part="script", text="The script fails by itself.", advice=(f"Its output says why: {process.output}",)),
     )
+
+
+def _refused(refusal: str, process: DrillProcess, *, is_restart: bool) -> Verdict:
+    """Judge a run that this package itself has ended, with a reason."""
+    output = f"The whole output: {process.output}"
+    if not is_restart:
+        cause = Cause(part="refusal", text=refusal, advice=("Nothing was trained that could be resumed.", output))
+        return _not_judged("lightning_faulttolerant refuses this script.", cause)
+    advice = ("Nothing was trained that differs: the restart was ended before its first batch.", output)
+    cause = Cause(part="refusal", text=refusal, advice=advice)
+    return Verdict(word=result.DIFFERS, text="lightning_faulttolerant refused to resume the run.", cause=cause)
 
 
 def of_uninterrupted(ran: Ran, ranks: Sequence[RankOfRun]) -> Verdict | None:
@@ -225,13 +241,12 @@ def of_interrupted(
     if mismatch is not None:
         return _of_mismatch(mismatch, expected, found, ran, settings)
     same = f"{_what_is_same(expected, settings.ignored)} are bit for bit those of the uninterrupted run"
-    if len(strikes) < num_wanted:
-        come = f"{len(strikes)} of {plural(num_wanted, 'strike')} came" if strikes else "no strike came"
+    if not strikes:
         has_saved = any(run.autosaves for run in (*expected, *found))
         cause = _too_few(settings)
         if not has_saved:
             cause = replace(_NO_AUTOSAVE, advice=(*_NO_AUTOSAVE.advice, *cause.advice))
-        return _not_judged(f"Too few strikes: {come}. As far as that goes, {same}.", cause)
+        return _not_judged(f"No strike came. As far as that goes, {same}.", cause)
     notes = [f"Not compared, as --ignore says: {', '.join(settings.ignored)}."] if settings.ignored else []
     others = _other_surroundings(expected, found, len(ran.processes))
     if others:
@@ -242,6 +257,8 @@ def of_interrupted(
     if _inexact(found, len(ran.processes)):
         notes.append("Equal all the same: a restart said that it could not restore everything exactly.")
     times = "once" if len(strikes) == 1 else f"{len(strikes)} times"
+    if len(strikes) < num_wanted:
+        times += f", by {len(strikes)} of {plural(num_wanted, 'strike')}"
     return Verdict(word=result.EXACT, text=f"Interrupted {times}, and {same}.", notes=tuple(notes))
 
 

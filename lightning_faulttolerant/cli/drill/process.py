@@ -6,15 +6,14 @@ import bisect
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import final
 
 from lightning_faulttolerant.cli.drill.ledgers import Place, Resumption, resumption_of
-from lightning_faulttolerant.cli.drill.settings import DrillSettings
+from lightning_faulttolerant.cli.drill.settings import DrillSettings, StrikePlan
 from lightning_faulttolerant.cli.drill.tree import ProcessTree
 from lightning_faulttolerant.records import ledger
-from lightning_faulttolerant.records.ledger import FaultPlace
 from lightning_faulttolerant.records.lines import Line, each_line, parse_lines
 
 _RANK = re.compile(r"\.rank-(\d+)$")
@@ -30,8 +29,7 @@ class DrillProcess:
         run: Name of the run.
         number: Of the process in its run, from 0.
         environment: Variables of the drill's environment.
-        faults: Where the process is to raise an exception: the first, and one of the next each time that a launcher
-            in it starts its ranks anew.
+        plan: What the process is asked to do for its strikes.
         follow: Gets each line that is read while it runs.
     """
 
@@ -42,14 +40,16 @@ class DrillProcess:
         number: int,
         *,
         environment: Mapping[str, str] = os.environ,
-        faults: Sequence[FaultPlace] = (),
+        plan: StrikePlan | None = None,
         follow: Callable[[Line], None] | None = None,
     ) -> None:
         directory = settings.directory / run
         directory.mkdir(parents=True, exist_ok=True)
         self.run = run
         self.number = number
-        self.faults = faults
+        plan = plan or StrikePlan()
+        self.faults = plan.faults
+        """Where it is to raise an exception."""
         self._follow = follow
         self.output = directory / f"process-{number}.log"
         self.ledger = directory / f"process-{number}.jsonl"
@@ -80,7 +80,7 @@ class DrillProcess:
         self._offset = 0
         self._tree = ProcessTree(
             settings.words(run),
-            environment=settings.environment(run, environment, ledger_path=self.ledger, faults=faults),
+            environment=settings.environment(run, environment, ledger_path=self.ledger, plan=plan),
             token=f"{settings.run_id(run)}-{number}",
             output=self.output,
         )

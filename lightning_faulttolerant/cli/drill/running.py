@@ -10,11 +10,10 @@ from typing import final
 
 from lightning_faulttolerant.cli.drill.comparison import Follower
 from lightning_faulttolerant.cli.drill.ledgers import BatchNumbers, RankOfRun
-from lightning_faulttolerant.cli.drill.moments import Moment, moments_of
+from lightning_faulttolerant.cli.drill.moments import Moment, moments_of, plan_of
 from lightning_faulttolerant.cli.drill.process import DrillProcess
 from lightning_faulttolerant.cli.drill.progress import Progress, Status, duration
-from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, DrillSettings
-from lightning_faulttolerant.records.ledger import FaultPlace
+from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, DrillSettings
 
 ENDED = "ended"
 FAILED = "failed"
@@ -165,16 +164,14 @@ class Runner:
 
     def _next(self, ran: Ran, coming: Sequence[Moment] = ()) -> DrillProcess:
         self.close()
-        is_raised = self._settings.kind == EXCEPTION
-        places = [(*self._numbers.place_of(moment.batch), moment.hook) for moment in coming if is_raised]
-        faults = tuple(FaultPlace(fit=fit, epoch=epoch, batch=batch, hook=hook) for fit, epoch, batch, hook in places)
+        plan = plan_of(self._settings, coming, self._numbers, num_saved=self._num_saved(ran))
         number = len(ran.processes)
         process = DrillProcess(
             self._settings,
             ran.name,
             number,
             environment=self._environment,
-            faults=faults,
+            plan=plan,
             follow=self._follower.take if self._follower is not None and number == 0 else None,
         )
         self._current = process  # before it is started: what interrupts that leaves nothing running
@@ -193,12 +190,13 @@ class Runner:
         num_struck = self._status.num_strikes
         if num_struck >= len(moments) or len(ran.processes) >= _MAX_PROCESSES * len(moments):
             return ()
+        num_saved = self._num_saved(ran)
         if self._settings.kind != EXCEPTION:
-            return moments[num_struck : num_struck + 1]
-        saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
+            later = [replace(one, batch=max(one.batch, num_saved + 1)) for one in moments[num_struck : num_struck + 1]]
+            return [moment for moment in later if moment.batch < len(self._numbers)]
         num_left = len(self._numbers) - last
         came_too_early = len(ran.processes) > num_struck
-        first = max([last + max(1, num_left // 4) if came_too_early else 0, *(place + 1 for place in saved)])
+        first = max(last + max(1, num_left // 4) if came_too_early else 0, num_saved + 1)
         coming: list[Moment] = []
         for moment in moments[num_struck:]:
             batch = max(moment.batch, first)
@@ -206,6 +204,11 @@ class Runner:
                 coming.append(replace(moment, batch=batch, fraction=0.0))
             first = batch + 1
         return coming
+
+    def _num_saved(self, ran: Ran) -> int:
+        """Return how many batches were done where the next process goes on."""
+        saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
+        return max(saved, default=0)
 
     def _run_and_strike(self, process: DrillProcess, coming: Sequence[Moment], seconds: Sequence[float]) -> str:
         if not coming:
@@ -261,7 +264,8 @@ class Runner:
         done = self._done(process)
         if done < clock.moment.batch or process.last_ended >= self._numbers.num_fits:
             return False
-        if not self._has_progress(process):
+        # A process that is asked to end saves by itself.
+        if self._settings.kind != TERM and not self._has_progress(process):
             self._status = replace(self._status, text="waiting for an autosave before the next strike")
             return False
         self._status = replace(self._status, text="")

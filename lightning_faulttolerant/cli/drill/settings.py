@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,22 @@ KINDS = (KILL, TERM, EXCEPTION)
 _SWITCH_VARIABLE = "PL_FAULT_TOLERANT_TRAINING"
 _RUN_ID_VARIABLE = "PL_FAULT_TOLERANT_RUN_ID"
 _RUN = "{run}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrikePlan:
+    """What a process is asked to do for the strikes that are to come.
+
+    Args:
+        faults: Where it is to raise an exception: the first, and one of the next each time that a launcher in it starts
+            its ranks anew.
+        saves: Before which batches it is to save.
+        hold: Before which batch it is to wait for its strike, if it is to.
+    """
+
+    faults: tuple[ledger.FaultPlace, ...] = ()
+    saves: tuple[ledger.BatchPlace, ...] = ()
+    hold: ledger.BatchPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +70,24 @@ class DrillSettings:
         """Return the command of one of the drill's runs."""
         return tuple(word.replace(_RUN, run) for word in self.command)
 
-    def environment(
-        self, run: str, given: Mapping[str, str], *, ledger_path: Path, faults: Sequence[ledger.FaultPlace]
-    ) -> dict[str, str]:
+    def environment(self, run: str, given: Mapping[str, str], *, ledger_path: Path, plan: StrikePlan) -> dict[str, str]:
         """Return the variables of a process.
 
         Args:
             run: Whose process it is.
             given: The variables of the drill.
             ledger_path: Of the process.
-            faults: Where it is to raise exceptions.
+            plan: What it is asked to do.
         """
-        variables = {name: value for name, value in given.items() if name != ledger.FAULT_VARIABLE}
+        asked = {
+            ledger.FAULT_VARIABLE: ",".join(map(str, plan.faults)),
+            ledger.SAVE_VARIABLE: ledger.places_text(plan.saves),
+            ledger.HOLD_VARIABLE: ledger.places_text([plan.hold] if plan.hold is not None else []),
+        }
+        variables = {name: value for name, value in given.items() if name not in asked}
+        variables.update({name: text for name, text in asked.items() if text})
         if not variables.get(_SWITCH_VARIABLE):  # it adds nothing where the script has the callback
             variables[_SWITCH_VARIABLE] = "1"
         variables[_RUN_ID_VARIABLE] = self.run_id(run)
         variables[ledger.LEDGER_VARIABLE] = str(ledger_path)
-        if faults:
-            variables[ledger.FAULT_VARIABLE] = ",".join(map(str, faults))
         return variables

@@ -45,6 +45,7 @@ class LoggerFiles:
         self._patches = patches
         self._followers: dict[int, tuple[dict[str, Any], _Follower]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._is_starting = True
         self.notes: list[str] = []
         """What a user should know of loggers that could not go on."""
 
@@ -67,16 +68,26 @@ class LoggerFiles:
             elif self._goes_on(logger, state, moves):
                 cuts = kept is not None and state["log_dir"] not in kept
                 undo = _resume(logger, state, cuts=cuts, notes=self.notes)
+                if state.get("purge_step", 0) > 0:  # from 0 on, TensorBoard drops hp_metric too
+                    self._patches.wrap(logger, "log_hyperparams", self._without_hp_metric)
                 self._undo += [undo] if undo is not None else []
 
     def settle(self) -> None:
         """Let it be so: the run has resumed, and logs anew what was dropped."""
+        self._is_starting = False
         self._undo.clear()
 
     def put_back(self) -> None:
         """Put rows back that were dropped for a run that has not resumed then: nobody would log them again."""
         while self._undo:
             self._undo.pop()()
+
+    def _without_hp_metric(self, original: Any) -> Any:
+        def log_hyperparams(params: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+            is_there = metrics is None and self._is_starting  # the first start has written the default one
+            original(params, {} if is_there else metrics, *args, **kwargs)
+
+        return log_hyperparams
 
     def _goes_on(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
         """Return whether the logger goes on in the version that it had, which it then has again."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_faulttolerant.trainer.experiments.experiments import Experiments
 from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.checkpoints import CheckpointFiles
 from lightning_faulttolerant.trainer.files.loggers import LoggerFiles
@@ -32,6 +33,8 @@ class RunFiles:
         self._trainer = trainer
         self._patches = patches
         self._loggers = LoggerFiles(trainer, patches)
+        self.experiments = Experiments(trainer, patches)
+        """The runs of loggers that write no files of their own."""
         self._checkpoints = CheckpointFiles(trainer, patches)
         self.mark = uuid.uuid4().hex
         """Tells the files of this run, of all of its processes, from those of others; draws no random number."""
@@ -45,7 +48,7 @@ class RunFiles:
     @property
     def notes(self) -> list[str]:
         """What a user should know of files that could not go on, or that go on in another directory."""
-        return [*self._loggers.notes, *self._checkpoints.notes]
+        return [*self._loggers.notes, *self.experiments.notes, *self._checkpoints.notes]
 
     def follow(self) -> None:
         """Notice from here on what is written."""
@@ -54,7 +57,7 @@ class RunFiles:
     def state_dict(self) -> dict[str, Any]:
         """Return what was written so far."""
         written = {"loggers": self._loggers.state_dict(), "checkpoints": self._checkpoints.state_dict()}
-        return {**written, "roots": dict(self._roots)}
+        return {**written, "roots": dict(self._roots), "experiments": self.experiments.state_dict()}
 
     def header(self) -> dict[str, Any]:
         """Return what each checkpoint says of whose the files are."""
@@ -87,6 +90,7 @@ class RunFiles:
         moves = Moves(state.get("roots"), self._roots, autosave=autosave)
         self.go_to_roots(moves.roots)
         self._checkpoints.move(moves, state["checkpoints"])
+        self.experiments.resume(state.get("experiments", ()))  # W&B first: it looks at what writes to TensorBoard
         self._loggers.resume(state["loggers"], kept=kept, moves=moves)
 
     def go_to_roots(self, roots: Mapping[str, str]) -> None:
@@ -115,6 +119,7 @@ class RunFiles:
         """Let it be so: the run has resumed."""
         self._undo.clear()
         self._loggers.settle()
+        self.experiments.settle()
         self._checkpoints.settle()
 
     def put_back(self) -> None:

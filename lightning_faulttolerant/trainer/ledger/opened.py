@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer import compat, under_way
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
+from lightning_faulttolerant.trainer.ledger.strike_places import StrikePlaces
 from lightning_faulttolerant.trainer.options import Options, checked_ledger
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.session import Session
@@ -59,6 +60,8 @@ class OpenLedger:
             self._begin.append(self._ledger.take_seams)
         if fault is not None and fault.fit == number:
             self._begin.append(partial(Fault(trainer, fault).take_seams, self._patches))
+        if session is not None and path is not None:
+            self._begin.append(partial(StrikePlaces(trainer, session, number).take_seams, self._patches))
         if self._begin:
             self._patches.wrap(compat.signal_connector(trainer), "register_signal_handlers", self._wrap_begin)
 

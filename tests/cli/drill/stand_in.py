@@ -124,12 +124,23 @@ class Training:
 
     def boundary(self) -> None:
         """Save if it is time, and stop if that was asked for."""
+        self.heed(":".join(map(str, (self.fit, self.state["epoch"], self.state["batch"]))))
         num_done = self.state["epoch"] * self.arguments.batches + self.state["batch"]
         if self.arguments.stop or (self.arguments.every and num_done % self.arguments.every == 0):
             self.save()
         self.wait_to_be_seen(num_done + (self.fit - 1) * self.arguments.epochs * self.arguments.batches)
         if self.arguments.stop:
             sys.exit(self.arguments.stop[0])
+
+    def heed(self, place: str) -> None:
+        """Save and wait where the drill asks for it, as the package does."""
+        if not self.arguments.heeds:
+            return
+        if place in os.environ.get("PL_FAULT_TOLERANT_SAVE_AT", "").split(","):
+            self.save()
+        if place == os.environ.get("PL_FAULT_TOLERANT_HOLD_AT"):
+            while not self.arguments.stop:
+                time.sleep(0.001)
 
     def wait_to_be_seen(self, num_done: int) -> None:
         """Wait until the drill knows that so many batches are done."""
@@ -187,6 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.001)
     parser.add_argument("--flaw", action="append", default=[])
+    parser.add_argument("--heeds", action="store_true")
     parser.add_argument("--fails", default="")
     parser.add_argument("--stops-with", type=int, default=143)
     parser.add_argument("--silent", action="store_true")

@@ -172,13 +172,35 @@ def test_without_progress_that_was_saved_no_strike_counts(tmp_path: Path, kind: 
     assert found.verdict.cause.part == "too few autosaves"
 
 
-@pytest.mark.slow
-def test_fewer_strikes_than_asked_for_are_no_full_proof(tmp_path: Path) -> None:
-    """Strikes that wait for autosaves until the run ends are told, with what is equal as far as they go."""
-    found = drill(tmp_path, "--every", "7", num_strikes=4)
-    assert found.verdict.word == result.NOT_JUDGED
-    assert 0 < len(found.strikes) < 4
-    assert f"{len(found.strikes)} of 4 strikes" in found.verdict.text
+@pytest.mark.parametrize("at", [(), (1, 4, 7)])
+def test_a_short_script_that_saves_nothing_by_itself_gets_its_strikes(tmp_path: Path, at: tuple[int, ...]) -> None:
+    """Its processes save before a strike that is due, and wait for it: nowhere else, and with --at exactly there."""
+    found = drill(tmp_path, "--every", "0", "--epochs", "1", "--seconds", "0", "--heeds", num_strikes=3, at=at)
+    assert_exact(found, 8, 3)
+    for number, strike in enumerate(found.strikes):
+        assert 0 < strike.resumed_at <= strike.at <= strike.resumed_at + 4
+        assert not at or strike.at == strike.resumed_at == at[number]
+    assert found.interrupted is not None
+    # The start's, one for each strike, the end's.
+    assert found.interrupted.num_autosaves == 5
+
+
+@pytest.mark.parametrize("at", [(), (1, 7)])
+def test_a_stop_needs_no_earlier_autosave(tmp_path: Path, at: tuple[int, ...]) -> None:
+    """A process that is asked to end saves by itself: nothing is asked of it but to wait, and nothing is done twice."""
+    found = drill(tmp_path, "--every", "0", "--epochs", "1", "--seconds", "0", "--heeds", kind="TERM", at=at)
+    assert_exact(found, 8)
+    assert [strike.num_twice for strike in found.strikes] == [0, 0]
+    assert not at or tuple(strike.at for strike in found.strikes) == at
+
+
+def test_more_strikes_than_batches_are_as_many_as_there_can_be(tmp_path: Path) -> None:
+    """Each strike has to come after another batch: what is left of them can't, and that is told."""
+    found = drill(
+        tmp_path, "--every", "0", "--epochs", "1", "--batches", "4", "--seconds", "0", "--heeds", num_strikes=7
+    )
+    assert_exact(found, 4, 3)
+    assert "Interrupted 3 times, by 3 of 7 strikes" in found.verdict.text
 
 
 def test_a_script_that_fails_by_itself_is_not_judged(tmp_path: Path) -> None:

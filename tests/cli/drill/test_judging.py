@@ -9,6 +9,7 @@ import pytest
 from lightning_faulttolerant.cli.drill import judging, result, running
 from lightning_faulttolerant.cli.drill.ledgers import RankOfRun, join
 from lightning_faulttolerant.cli.drill.process import DrillProcess
+from lightning_faulttolerant.cli.drill.refusal import refusal_in
 from lightning_faulttolerant.cli.drill.result import Strike, Verdict
 from lightning_faulttolerant.cli.drill.running import Ran
 from lightning_faulttolerant.cli.drill.settings import DrillSettings
@@ -22,8 +23,16 @@ OTHER = (0.3).hex()
 class MadeProcess:
     """A process that has ended, with what its ranks have written."""
 
-    def __init__(self, *ranks: list[Line], exit_code: int = -9, num_restarts: int = 0, fault: str = "") -> None:
+    def __init__(
+        self,
+        *ranks: list[Line],
+        exit_code: int = -9,
+        num_restarts: int = 0,
+        fault: str = "",
+        printed: Sequence[str] = (),
+    ) -> None:
         self._ranks = ranks
+        self._printed = list(printed)
         self.exit_code = exit_code
         self.num_restarts = num_restarts
         self.faults = (FaultPlace.parse(fault),) if fault else ()
@@ -32,6 +41,10 @@ class MadeProcess:
     def lines(self) -> dict[int, list[Line]]:
         """What each rank has written."""
         return dict(enumerate(self._ranks))
+
+    def tail(self, num_lines: int) -> list[str]:
+        """The end of what it has printed."""
+        return self._printed[-num_lines:]
 
 
 def strike(resumed_at: int, *, exit_code: int = -9) -> Strike:
@@ -63,12 +76,14 @@ def judge(
     outcome: str = running.ENDED,
     num_wanted: int = 1,
     exit_code: int = -9,
+    is_struck: bool = True,
     **settings: Any,
 ) -> Verdict:
     """Judge an interrupted run of these processes."""
     ran = Ran(name="interrupted", outcome=outcome, processes=cast("list[DrillProcess]", list(processes)))
     made = DrillSettings(command=("train",), directory=Path(), token="t", **settings)
-    return judging.of_interrupted(whole(), ran, [strike(2, exit_code=exit_code)], made, num_wanted=num_wanted)
+    strikes = [strike(2, exit_code=exit_code)] if is_struck else []
+    return judging.of_interrupted(whole(), ran, strikes, made, num_wanted=num_wanted)
 
 
 def second(*changes: Any, **surroundings: Any) -> list[Line]:
@@ -248,16 +263,50 @@ def test_a_run_that_did_not_come_to_its_end_is_judged_by_how_it_ended(outcome: s
     assert verdict.cause.advice
 
 
-def test_too_few_strikes_prove_too_little() -> None:
-    """What is equal is said, but it is no verdict."""
-    verdict = judge([MadeProcess(FIRST), MadeProcess(second(), exit_code=0)], num_wanted=3)
+def test_strikes_that_came_are_a_verdict() -> None:
+    """Fewer than asked for are exact, with their number; none at all prove nothing."""
+    run = [MadeProcess(FIRST), MadeProcess(second(), exit_code=0)]
+    verdict = judge(run, num_wanted=3)
+    assert (verdict.word, verdict.exit_code) == (result.EXACT, 0)
+    assert verdict.text.startswith("Interrupted once, by 1 of 3 strikes, and 8 batches")
+    verdict = judge(run, num_wanted=3, is_struck=False)
     assert (verdict.word, verdict.exit_code) == (result.NOT_JUDGED, 2)
-    assert "1 of 3 strikes" in verdict.text
+    assert verdict.text.startswith("No strike came.")
+
+
+REFUSAL = [
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "lightning_faulttolerant.errors.FingerprintMismatchError: The run that resumes is not the run that saved:",
+    "  - batch_size: 4 saved, 8 now",
+    "wandb: finished",
+]
+
+
+def test_a_refusal_is_told_with_its_message() -> None:
+    """Where this package has ended a restart, or the first run, the verdict is what it has said."""
+    message = "FingerprintMismatchError: The run that resumes is not the run that saved: - batch_size: 4 saved, 8 now"
+    verdict = judge([MadeProcess(FIRST), MadeProcess([], exit_code=1, printed=REFUSAL)], outcome=running.FAILED)
+    assert (verdict.word, verdict.text) == (result.DIFFERS, "lightning_faulttolerant refused to resume the run.")
+    assert verdict.cause is not None
+    assert (verdict.cause.part, verdict.cause.text) == ("refusal", message)
+    process = cast("DrillProcess", MadeProcess([], exit_code=1, printed=REFUSAL))
+    first = judging.failed(process, run=result.UNINTERRUPTED, is_restart=False)
+    assert (first.word, first.text) == (result.NOT_JUDGED, "lightning_faulttolerant refuses this script.")
+    assert first.cause is not None
+    assert first.cause.text == message
+
+
+def test_a_fault_of_the_drill_is_no_refusal() -> None:
+    """The exception that a drill has raised itself is not one of the package's reasons; a rank may stand before it."""
+    assert refusal_in(["lightning_faulttolerant.errors.DrillFault: asked for"]) is None
+    assert refusal_in(["[rank1]: lightning_faulttolerant.errors.NotExactError: why"]) == "NotExactError: why"
+    assert refusal_in(["ValueError: it fails"]) is None
 
 
 @pytest.mark.parametrize(("first", "part"), [([], "no autosaves"), ([autosave_line(0, 2)], "too few autosaves")])
 def test_a_run_without_any_autosave_is_told_what_switches_them_off(first: list[Line], part: str) -> None:
     """More frequent saves are no help where there are none."""
-    verdict = judge([MadeProcess([*FIRST, *first]), MadeProcess(second(), exit_code=0)], num_wanted=3)
+    verdict = judge([MadeProcess([*FIRST, *first]), MadeProcess(second(), exit_code=0)], is_struck=False)
     assert verdict.cause is not None
     assert verdict.cause.part == part

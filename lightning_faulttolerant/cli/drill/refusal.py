@@ -1,0 +1,29 @@
+"""The error of this package's own that ended a script, from what the script has printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# The last line of a traceback names the class with its module; torchrun and Lightning put the rank before it.
+_ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?lightning_faulttolerant\.errors\.(\w+): (.*)$")
+_MAX_LINES = 12
+
+
+def refusal_in(lines: Sequence[str]) -> str | None:
+    """Return class and message of the last such error, on one line; ``None`` if there is none.
+
+    Args:
+        lines: The end of what a process has printed.
+    """
+    for number in range(len(lines) - 1, -1, -1):
+        match = _ERROR.match(lines[number])
+        if match is None or match[1] == "DrillFault":
+            continue
+        rest = []
+        for line in lines[number + 1 : number + _MAX_LINES]:
+            if not line.startswith("  "):  # a list of what is not exact
+                break
+            rest.append(line.strip())
+        return f"{match[1]}: {' '.join([match[2], *rest])}"
+    return None

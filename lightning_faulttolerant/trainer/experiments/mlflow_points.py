@@ -1,0 +1,121 @@
+"""The points of an MLflow run: a resumed fit logs those again that came after its autosave, and the run has them.
+
+MLflow keeps each value that it gets, also a second time. They come again in the same order, with the same steps and
+values, so of each metric the first ones are passed over, as many as the run has more than were logged by the autosave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.loggers import MLFlowLogger
+
+from lightning_faulttolerant.trainer.experiments import compat
+from lightning_faulttolerant.trainer.patches import Patches
+
+_log = logging.getLogger(__name__)
+
+Point = tuple[int, float]
+
+
+class MLflowPoints:
+    """Counts the points of a run, and passes over those that it has already.
+
+    Args:
+        logger: Whose run has begun.
+        patches: What takes our counting off its client again.
+        is_resumed: Whether the run is continued, so that its start is logged again.
+    """
+
+    def __init__(self, logger: MLFlowLogger, patches: Patches, *, is_resumed: bool) -> None:
+        self._client = compat.client_of(logger)
+        self._run_id = str(logger.run_id)
+        self._found = _points_of(self._client, self._run_id)
+        self._num_points = _numbers(self._found)
+        self._num_to_pass: Counter[str] = Counter()
+        self._params = dict(self._client.get_run(self._run_id).data.params) if is_resumed else {}
+        self._changed_params: dict[str, None] = {}
+        patches.wrap(self._client, "log_batch", self._wrap_log_batch)
+        patches.wrap(self._client, "log_metric", self._wrap_log_metric)
+
+    def resume(self, state: Mapping[str, Any]) -> list[str]:
+        """Pass over what the run had already when this process continued it; return what a user should know.
+
+        Args:
+            state: What `state_dict` gave.
+        """
+        logged, have = Counter(state["num_points"]), _numbers(self._found)
+        self._num_to_pass = have - logged
+        self._num_points -= self._num_to_pass
+        self._params = {}
+        lost = logged - have
+        notes = []
+        if lost:
+            notes.append(f"MLflow does not have {lost.total()} of the {logged.total()} values that were logged by then")
+        if self._changed_params:
+            notes.append(f"MLflow keeps the first value of {', '.join(self._changed_params)}, which is another one now")
+        return notes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many points each metric has so far, each of them once."""
+        return {"num_points": dict(self._num_points)}
+
+    def _wrap_log_batch(self, original: Any) -> Any:
+        def log_batch(
+            run_id: str, metrics: Sequence[Any] = (), params: Sequence[Any] = (), *args: Any, **kwargs: Any
+        ) -> Any:
+            if run_id != self._run_id:
+                return original(run_id, metrics, params, *args, **kwargs)
+            new = [one for one in metrics if not self._passes(one.key, one.step, one.value)]
+            if metrics and not (new or params or args or kwargs.get("tags")):
+                return None
+            return original(run_id, new, [one for one in params if self._takes(one)], *args, **kwargs)
+
+        return log_batch
+
+    def _wrap_log_metric(self, original: Any) -> Any:
+        def log_metric(
+            run_id: str, key: str, value: float, timestamp: Any = None, step: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            if run_id == self._run_id and self._passes(key, step or 0, value):
+                return None
+            return original(run_id, key, value, timestamp, step, *args, **kwargs)
+
+        return log_metric
+
+    def _takes(self, param: Any) -> bool:
+        """Return whether MLflow takes a parameter: another value of one that it has is an error there."""
+        if self._params.get(param.key, param.value) == param.value:
+            return True
+        self._changed_params[param.key] = None
+        return False
+
+    def _passes(self, key: str, step: int, value: float) -> bool:
+        """Count a point; return whether the run has it already."""
+        self._num_points[key] += 1
+        if self._num_to_pass[key] <= 0:
+            return False
+        if not self._found[key][_point(step, value)]:
+            _log.warning("MLflow has other values of %s after the autosave than are logged now: it gets both.", key)
+            del self._num_to_pass[key]
+            return False
+        self._num_to_pass[key] -= 1
+        return True
+
+
+def _points_of(client: Any, run_id: str) -> dict[str, Counter[Point]]:
+    """Return the points that a run has, by metric."""
+    keys = client.get_run(run_id).data.metrics
+    return {key: Counter(_point(p.step, p.value) for p in client.get_metric_history(run_id, key)) for key in keys}
+
+
+def _numbers(points: Mapping[str, Counter[Point]]) -> Counter[str]:
+    return Counter({key: found.total() for key, found in points.items()})
+
+
+def _point(step: int, value: float) -> Point:
+    number = float(value)
+    return int(step), number if number == number else float("inf")  # a number that is none equals nothing

@@ -1,0 +1,96 @@
+"""The rows of a W&B run: a resumed fit passes over those that the run has, and logs those that a kill has lost.
+
+Each call of ``log`` that names no step makes one row, and W&B numbers them. Their number is therefore enough to know
+what the run has: rows after the autosave come again in the same order, with the same values. W&B sends rows some
+seconds after they were logged, and a kill loses those that it has not sent: the last ones are kept in the autosave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+
+from lightning_faulttolerant.trainer.experiments import compat
+from lightning_faulttolerant.trainer.patches import Patches
+
+_OFFLINE = (
+    "W&B is offline: `wandb sync` joins the parts of the run, with rows after the autosave twice where it was killed"
+)
+_NOT_NUMBERED = "rows after the autosave may be in the run twice, as not W&B alone has numbered them"
+
+# W&B sends rows, and writes them to its file, every 15 seconds.
+_KEPT_SECONDS, _MAX_KEPT = 60.0, 1000
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class WandbRows:
+    """Counts the rows of a run, and passes over those that it has already.
+
+    Args:
+        logger: Whose run has begun.
+        patches: What takes our counting off the run again.
+    """
+
+    def __init__(self, logger: WandbLogger, patches: Patches) -> None:
+        self._run = logger.experiment
+        self._num_rows = None if compat.syncs_tensorboard(logger) else _num_rows_of(self._run)
+        self._num_found = self._num_rows
+        self._num_to_pass = 0
+        self._kept: deque[tuple[float, dict[str, Any] | None]] = deque(maxlen=_MAX_KEPT)
+        self._original = getattr(self._run, compat.LOG)
+        patches.wrap(self._run, compat.LOG, self._wrap)
+
+    def resume(self, state: Mapping[str, Any]) -> list[str]:
+        """Pass over what the run had already when this process continued it; return what a user should know.
+
+        Args:
+            state: What `state_dict` gave.
+        """
+        if self._run.offline:
+            return [_OFFLINE]
+        num_logged = state.get("num_rows")
+        if self._num_rows is None or self._num_found is None or num_logged is None:
+            return [_NOT_NUMBERED]
+        self._num_to_pass = max(self._num_found - num_logged, 0)
+        num_lost = max(num_logged - self._num_found, 0)
+        lost = state["rows"][-num_lost:] if num_lost else []
+        if len(lost) < num_lost or None in lost:
+            self._num_rows -= self._num_to_pass
+            return [f"W&B has {self._num_found} of the {num_logged} rows that were logged by then"]
+        for row in lost:
+            self._original(row, None, None)
+        self._num_rows += num_lost - self._num_to_pass
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows were logged so far, each of them once, and the last ones."""
+        while self._kept and self._kept[0][0] < time.monotonic() - _KEPT_SECONDS:
+            self._kept.popleft()
+        return {"num_rows": self._num_rows, "rows": [row for _, row in self._kept]}
+
+    def _wrap(self, original: Any) -> Any:
+        def log(data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+            is_passed = step is None and self._num_to_pass > 0
+            if step is not None or commit is False:
+                self._num_rows = None  # the user numbers them, and W&B itself passes over those that it has
+            elif self._num_rows is not None:
+                self._num_rows += 1
+                self._num_to_pass -= is_passed
+                is_plain = all(type(value) in _PLAIN for value in data.values())
+                self._kept.append((time.monotonic(), dict(data) if is_plain else None))
+            if not is_passed:
+                original(data, step, commit)
+
+        return log
+
+
+def _num_rows_of(run: Any) -> int | None:
+    """Return how many rows a run of W&B has; ``None`` where that isn't known."""
+    try:
+        return max(int(run.step), int(run.starting_step))  # the step is 0 until the first row of this process
+    except Exception:  # noqa: BLE001 - a run that several processes share, or that is switched off, does not count
+        return None

@@ -1,0 +1,255 @@
+"""WandbLogger and MLFlowLogger continue in their own run, whose rows are those of the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.trainer.recorder import KillAt
+from tests.kills import run_whole_and_killed
+from tests.law.test_loggers import LateNet
+from tests.processes import Ended, run
+from tests.runs import fit_net
+
+pytestmark = pytest.mark.filterwarnings("ignore:MLFlow only allows:RuntimeWarning")
+
+Make = Callable[[Path], Logger]
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Lightning's loggers import the stand-ins; tests/libraries/test_trackers.py has the real libraries."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "stand_ins"))
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    monkeypatch.setattr("lightning.pytorch.loggers.mlflow._MLFLOW_AVAILABLE", True)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("wandb", "mlflow")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def wandb(directory: Path, **arguments: Any) -> WandbLogger:
+    """Return a logger whose server is the directory."""
+    os.environ["STAND_IN_WANDB"] = str(directory)
+    return WandbLogger(project="p", save_dir=directory, **arguments)
+
+
+def mlflow(directory: Path, **arguments: Any) -> MLFlowLogger:
+    """Return a logger whose store is a file in the directory."""
+    return MLFlowLogger(tracking_uri=f"file:{directory / 'mlflow.json'}", **arguments)
+
+
+def fit(callbacks: list[Callback], directory: Path, make: Make = wandb, width: int = 8, **arguments: Any) -> Any:
+    """Fit a model that has hyperparameters, and one more value from its fourth batch on."""
+    return fit_net(callbacks, directory, logger=make(directory), module=LateNet(width), **arguments)
+
+
+def rows(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each W&B run."""
+    return {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in directory.glob("*.jsonl")
+    }
+
+
+def runs_of(directory: Path) -> dict[str, Any]:
+    """Return the runs of MLflow."""
+    found: dict[str, Any] = json.loads((directory / "mlflow.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("late", [0, 2, 4])
+@pytest.mark.parametrize("kills", [[3], [3, 3, KillAt(1, signum=signal.SIGTERM)]], ids=["once", "often"])
+def test_wandb_has_one_run_with_the_rows_of_the_uninterrupted_one(
+    kills: list[Any], late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row is there once, also where W&B had not sent those before the autosave, or had sent later ones."""
+    monkeypatch.setenv("STAND_IN_WANDB_LATE", str(late))
+    runs = run_whole_and_killed(fit, tmp_path, kills, every_n_train_steps=2)
+    [whole], [killed] = rows(runs.whole).values(), rows(runs.killed).values()
+    assert killed == whole
+    assert len(whole) > 10
+    assert not any("note " in output for output in runs.outputs)
+
+
+@pytest.mark.parametrize("kills", [[3], [3, 3, KillAt(1, signum=signal.SIGTERM)]], ids=["once", "often"])
+def test_mlflow_has_one_run_with_the_points_of_the_uninterrupted_one(kills: list[Any], tmp_path: Path) -> None:
+    """Each point is there once, and the run is finished in the end."""
+    runs = run_whole_and_killed(lambda *args: fit(*args, mlflow), tmp_path, kills, every_n_train_steps=2)
+    [whole], [killed] = runs_of(runs.whole).values(), runs_of(runs.killed).values()
+    assert killed == whole
+    assert killed["status"] == "FINISHED"
+    assert killed["params"] == {"width": "8"}
+    assert "a late one" in killed["metrics"]
+    assert not any("note " in output for output in runs.outputs)
+
+
+def interrupted(tmp_path: Path, make: Make, then: Make | None = None, kill: Any = 3, **arguments: Any) -> Ended:
+    """Run, kill, and run again; return how that ended."""
+    options = {"every_n_train_steps": 2, "ignore_hyperparameters": ["width"]}
+    kill = KillAt(kill) if isinstance(kill, int) else kill
+    run(lambda: fit([FaultTolerance(**options), kill], tmp_path, make))
+    ended = run(lambda: fit([FaultTolerance(**options)], tmp_path, then or make, **arguments), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "Resumed exactly" in ended.output
+    return ended
+
+
+def test_mlflow_is_killed_while_a_stop_lasts_and_running_again(tmp_path: Path) -> None:
+    """Between a stop and the next start the run of MLflow is killed; in the next start it runs."""
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            assert [run["status"] for run in runs_of(tmp_path).values()] == ["RUNNING"]
+
+    stop = KillAt(3, signum=signal.SIGTERM)
+    ended = run(lambda: fit([FaultTolerance(), Look(), stop], tmp_path, mlflow))
+    assert ended.exit_code == 143, ended.output
+    assert [run["status"] for run in runs_of(tmp_path).values()] == ["KILLED"]
+    ended = run(lambda: fit([FaultTolerance(), Look()], tmp_path, mlflow), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert [run["status"] for run in runs_of(tmp_path).values()] == ["FINISHED"]
+
+
+def test_mlflow_keeps_the_first_value_of_a_parameter(tmp_path: Path) -> None:
+    """MLflow refuses another value of a parameter: a hyperparameter that may differ is left out, and named."""
+
+    def log_width(width: int) -> Make:
+        def make(directory: Path) -> Logger:
+            logger = mlflow(directory)
+            logger.log_hyperparams({"epochs": width})
+            return logger
+
+        return make
+
+    # What is logged before the fit begins a run of its own, which is ended.
+    ended = interrupted(tmp_path, log_width(2), log_width(3))
+    assert "before the fit; it continues in the run" in ended.output
+    assert sorted(run["status"] for run in runs_of(tmp_path).values()) == ["FINISHED", "KILLED"]
+    [finished] = [run for run in runs_of(tmp_path).values() if run["status"] == "FINISHED"]
+    assert finished["params"]["epochs"] == "2"
+
+
+class LogsParam(Callback):
+    """Logs a parameter when a fit starts."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        trainer.logger.log_hyperparams({"epochs": self.value})
+
+
+def test_other_parameters_of_a_restart_are_told(tmp_path: Path) -> None:
+    """A parameter that has another value at the restart stays what it was, and the report names it."""
+    options = {"every_n_train_steps": 2}
+    run(lambda: fit([FaultTolerance(**options), LogsParam(2), KillAt(3)], tmp_path, mlflow))
+    ended = run(lambda: fit([FaultTolerance(**options), LogsParam(3)], tmp_path, mlflow), seed=99)
+    assert ended.exit_code == 0, ended.output
+    assert "MLflow keeps the first value of epochs, which is another one now" in ended.output
+    [only] = runs_of(tmp_path).values()
+    assert only["params"]["epochs"] == "2"
+
+
+def test_run_of_mlflow_that_is_gone_is_told(tmp_path: Path) -> None:
+    """Where the store has no such run any more, a new one begins, and the report says so."""
+
+    def emptied(directory: Path) -> Logger:
+        (directory / "mlflow.json").unlink()
+        return mlflow(directory)
+
+    ended = interrupted(tmp_path, mlflow, emptied)
+    assert "MLFlowLogger#0 begins a new run: the run " in ended.output
+    assert len(runs_of(tmp_path)) == 1
+
+
+def test_id_of_the_user_stays(tmp_path: Path) -> None:
+    """Who names another run gets it, and the report says where the earlier rows are."""
+    ended = interrupted(tmp_path, wandb, lambda directory: wandb(directory, id="mine"))
+    assert "WandbLogger#0 was given the run mine; what was logged so far is in the run" in ended.output
+    assert "mine" in rows(tmp_path)
+    assert len(rows(tmp_path)) == 2
+
+
+def test_own_id_of_the_user_continues(tmp_path: Path) -> None:
+    """A run that the user has named himself has no row twice either."""
+    interrupted(tmp_path, lambda directory: wandb(directory, id="mine"))
+    assert [row["_step"] for row in rows(tmp_path)["mine"]] == list(range(len(rows(tmp_path)["mine"])))
+    losses = [row["trainer/global_step"] for row in rows(tmp_path)["mine"] if "loss_step" in row]
+    assert losses == list(range(10))
+
+
+def begun(directory: Path) -> Logger:
+    """Return a logger that has begun its run before the fit, as ``logger.watch(model)`` does."""
+    logger = wandb(directory)
+    logger.experiment.config.update({"a": 1})
+    return logger
+
+
+def test_run_of_wandb_that_began_before_the_fit_is_told(tmp_path: Path) -> None:
+    """W&B can't rename a run that has begun: both starts say what to do."""
+    first = run(lambda: fit([FaultTolerance(every_n_train_steps=2), KillAt(3)], tmp_path, begun))
+    assert "WandbLogger does not continue in its run after a restart. Its run has begun before the fit" in first.output
+    ended = run(lambda: fit([FaultTolerance(every_n_train_steps=2)], tmp_path, begun), seed=99)
+    assert "had begun the run" in ended.output
+    assert len(rows(tmp_path)) == 2
+
+
+def test_offline_run_is_told(tmp_path: Path) -> None:
+    """Offline nobody knows which rows the run has: each start has a part of one run, and the report says so."""
+    ended = interrupted(tmp_path, lambda directory: wandb(directory, offline=True))
+    assert "W&B is offline" in ended.output
+    assert len(rows(tmp_path)) == 1
+
+
+class Other(Logger):
+    """A logger of somebody else."""
+
+    name, version = "other", 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        return
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+
+def test_unknown_loggers_are_named_once(tmp_path: Path) -> None:
+    """At the start of the first fit, with what to do, and not again in the second."""
+
+    def main() -> None:
+        for _ in range(2):
+            fit([FaultTolerance()], tmp_path, lambda _: Other(), max_epochs=1)
+
+    ended = run(main)
+    told = [line for line in ended.output.splitlines() if "does not continue in its run" in line]
+    assert told == [
+        "Other does not continue in its run after a restart."
+        " Its documentation says how to name the run in which it is to continue."
+    ]
+
+
+def test_advice_for_loggers_of_lightning() -> None:
+    """Those that Lightning has are told by name which argument it is."""
+    from lightning_faulttolerant.trainer.experiments.experiments import _advice
+
+    assert _advice(CometLogger.__new__(CometLogger)) == "Give it an experiment_key."
+
+
+def test_hp_metric_is_written_once(tmp_path: Path) -> None:
+    """A restart does not write again what the first start has written of the hyperparameters."""
+    for kill in (3, 2, None):
+        faults = [] if kill is None else [KillAt(kill)]
+        run(lambda faults=faults: fit([FaultTolerance(every_n_train_steps=1), *faults], tmp_path, TensorBoardLogger))
+    found = EventAccumulator(str(tmp_path / "lightning_logs/version_0"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("hp_metric")] == [(0, -1.0)]
+    assert len(found.Scalars("loss_step")) == 10

@@ -1,0 +1,140 @@
+"""The real wandb and mlflow: a script that their documentation could have is killed, stopped, and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.libraries.wandb_server import wandb_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+from torch.utils.data import DataLoader
+
+class Net(LightningModule):
+    def __init__(self, width=8):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).pow(2).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Fault(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        signum, step, seconds = os.environ.get("FAULT", "0 -1 0").split()
+        if trainer.global_step == int(step):
+            time.sleep(float(seconds))
+            os.kill(os.getpid(), int(signum))
+
+seed_everything(1)
+logger = {
+    "wandb": lambda: WandbLogger(project="p"),
+    "offline": lambda: WandbLogger(project="p", offline=True),
+    "file": lambda: MLFlowLogger(experiment_name="e", save_dir="mlruns"),
+    "sqlite": lambda: MLFlowLogger(experiment_name="e", tracking_uri="sqlite:///mlflow.db"),
+}[sys.argv[1]]()
+trainer = Trainer(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=[Fault()], enable_progress_bar=False)
+data = torch.randn(10, 4)
+trainer.fit(Net(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=5))
+"""
+# A kill before W&B has sent anything, one after it has, a stop.
+FAULTS = ["9 3 0", "9 6 16", "15 8 0"]
+
+
+def train(kind: str, directory: Path, faults: list[str], **environment: str) -> list[str]:
+    """Run the script once for each fault, and once more; return what each process has printed."""
+    script = directory / "train.py"
+    script.write_text(SCRIPT)
+    variables = {"PL_FAULT_TOLERANT_TRAINING": "1", "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    outputs = []
+    for fault in [*faults, "0 -1 0"]:
+        ended = subprocess.run(
+            [sys.executable, "train.py", kind],
+            cwd=directory,
+            env={**os.environ, **variables, **environment, "FAULT": fault},
+            capture_output=True,
+            text=True,
+        )
+        code = {"9": -9, "15": 143, "0": 0}[fault.split()[0]]
+        assert ended.returncode == code, ended.stderr
+        outputs.append(ended.stderr)
+    assert all("Resumed exactly" in output for output in outputs[1:]), outputs
+    return outputs
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return rows of W&B without when they were logged."""
+    return [{name: row[name] for name in row if name not in ("_timestamp", "_runtime")} for row in rows]
+
+
+def test_wandb_online(tmp_path: Path) -> None:
+    """The server has one run, and each of its rows is the uninterrupted run's."""
+    pytest.importorskip("wandb")
+    found = []
+    for name, faults in (("whole", []), ("killed", FAULTS)):
+        (tmp_path / name).mkdir()
+        with wandb_server() as server:
+            train("wandb", tmp_path / name, faults, **server.environment)
+            [run] = server.runs.values()
+        found.append((run["state"], without_times(run["rows"])))
+    assert found[1] == found[0]
+    assert len(found[0][1]) >= 12
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    """Each start has a directory of its own with the same id, and `wandb sync` makes one run of them."""
+    pytest.importorskip("wandb")
+    outputs = train("offline", tmp_path, ["15 3 0", "15 8 0"])
+    assert "W&B is offline" in outputs[-1]
+    directories = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len({path.name.rpartition("-")[2] for path in directories}) == 1
+    assert len(directories) == 3
+    with wandb_server() as server:
+        command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", *map(str, directories)]
+        subprocess.run(command, env={**os.environ, **server.environment}, check=True, capture_output=True)
+        [run] = server.runs.values()
+    steps = [row["trainer/global_step"] for row in run["rows"] if "loss" in row]
+    assert steps == list(range(10))  # stops are saved in time
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # mlflow's own models
+@pytest.mark.parametrize("kind", ["file", "sqlite"])
+def test_mlflow(kind: str, tmp_path: Path) -> None:
+    """The store has one run, finished, with the points of the uninterrupted one."""
+    tracking = pytest.importorskip("mlflow.tracking")
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    found = []
+    for name, faults in (("whole", []), ("killed", ["9 3 0", "9 6 0", "15 8 0"])):
+        directory = tmp_path / name
+        directory.mkdir()
+        train(kind, directory, faults)
+        uri = f"file:{directory / 'mlruns'}" if kind == "file" else f"sqlite:///{directory / 'mlflow.db'}"
+        client = tracking.MlflowClient(uri)
+        [run] = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+        histories = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+        points = {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
+        found.append((run.info.status, run.info.run_name, dict(run.data.params), points))
+    assert json.dumps(found[1]) == json.dumps(found[0])
+    assert found[0][0] == "FINISHED"
+    assert len(found[0][3]["loss"]) == 10

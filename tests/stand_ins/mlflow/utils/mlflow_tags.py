@@ -1,0 +1,3 @@
+"""Names of tags."""
+
+MLFLOW_RUN_NAME = "mlflow.runName"
