@@ -51,13 +51,14 @@ class Net(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
 
-pl.seed_everything(1)
-net = Net()
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-data = DataLoader(torch.arange(80.0).reshape(20, 4) / 80, batch_size=4, shuffle=True)
-pl.Trainer(accelerator="cpu", max_epochs=2, callbacks={callbacks}, **quiet).fit(net, data)
-print("RESULT", [value.hex() for value in net.seen], [p.sum().item().hex() for p in net.parameters()])
-print("LOADED", [name for name in ("lightning", "pytorch_lightning") if name in sys.modules])
+if __name__ == "__main__":
+    pl.seed_everything(1)
+    net = Net()
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    data = DataLoader(torch.arange(80.0).reshape(20, 4) / 80, batch_size=4, shuffle=True)
+    pl.Trainer(accelerator="cpu", max_epochs=2, callbacks={callbacks}, **quiet{more}).fit(net, data)
+    print("RESULT", [value.hex() for value in net.seen], [p.sum().item().hex() for p in net.parameters()])
+    print("LOADED", [name for name in ("lightning", "pytorch_lightning") if name in sys.modules])
 """
 MADE = "from lightning_faulttolerant import FaultTolerance\nmade = FaultTolerance(every_n_train_steps=1)"
 
@@ -91,7 +92,7 @@ def test_script_of_either_package(package: str, order: str, tmp_path: Path) -> N
     """
     first, last = (MADE, "") if order == "first" else ("", "" if order == "variable" else MADE)
     callbacks = {"single": "made", "variable": "None"}.get(order, "[made]")
-    text = SCRIPT.format(first=first, last=last, package=package, callbacks=callbacks)
+    text = SCRIPT.format(first=first, last=last, package=package, callbacks=callbacks, more="")
     script = tmp_path / "script.py"
     script.write_text(text)
     switch = {VARIABLE: "1"} if order == "variable" else {}
@@ -104,6 +105,22 @@ def test_script_of_either_package(package: str, order: str, tmp_path: Path) -> N
     ended = start(script, **switch)
     assert told(ended, "RESULT") == told(whole, "RESULT"), ended.stderr
     assert told(ended, "LOADED") == f"LOADED {[package.partition('.')[0]]}"
+    assert "Resumed exactly" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_ranks_that_lightning_makes(strategy: str, tmp_path: Path) -> None:
+    """Two ranks in processes that Lightning makes, to which the callback travels, resume after one is killed."""
+    script = tmp_path / "script.py"
+    more = f', devices=2, strategy="{strategy}"'
+    script.write_text(SCRIPT.format(first=MADE, last="", package=OTHER, callbacks="[made]", more=more))
+    whole = start(script, PL_FAULT_TOLERANT_TRAINING="0")
+    assert whole.returncode == 0, whole.stderr
+    assert start(script, AT="3", SIGNUM=str(int(signal.SIGKILL))).returncode != 0
+    ended = start(script)
+    assert told(ended, "RESULT") == told(whole, "RESULT"), ended.stderr
+    assert told(ended, "LOADED") == "LOADED ['pytorch_lightning']"
     assert "Resumed exactly" in ended.stderr
 
 

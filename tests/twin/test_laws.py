@@ -47,7 +47,6 @@ SLOW = [
     "test_negative.test_run_without_a_part_is_not_the_same",
     "test_ranks.test_two_ranks_go_on",
     "test_rank_stops.test_ranks_that_are_asked_to_stop_in_training",
-    "test_launchers.test_forked_ranks_go_on",
 ]
 
 
