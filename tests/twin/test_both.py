@@ -13,12 +13,13 @@ from typing import Any
 
 import lightning.pytorch
 import pytest
+import torch
 
 import tests.twin.translated  # noqa: F401 - it imports pytorch_lightning
 from lightning_faulttolerant import AtomicCheckpointIO, FaultTolerance, ResumeReport
 from lightning_faulttolerant.errors import UnsupportedTrainerError
 from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
-from lightning_faulttolerant.trainer import serving
+from lightning_faulttolerant.trainer import bases, serving
 from lightning_faulttolerant.trainer.environment import VARIABLE
 from tests import runs
 from tests.processes import run
@@ -228,3 +229,23 @@ def test_own_tests_of_a_module_of_the_other_package() -> None:
     """`assert_resumes_exactly` takes a fit of each package."""
     [cost] = assert_resumes_exactly(twin_runs.fit_net, [KillAt(3)], options={"every_n_train_steps": 1})
     assert (cost.epoch, cost.batch) == (0, 3)
+
+
+@pytest.mark.parametrize("helpers", [runs, twin_runs], ids=PACKAGES)
+def test_empty_hooks_are_those_of_both_packages(helpers: Any, tmp_path: Path) -> None:
+    """With both packages as bases the callback uses no hook of a batch: none is called, or is lost behind a save."""
+    seen: list[Any] = []
+
+    class Saves(helpers.Callback):  # type: ignore[misc,name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append(callback.on_before_backward)
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    callback = FaultTolerance(tmp_path / "runs", every_n_train_steps=1)
+    last = KillAt(100, hook="never")
+    helpers.fit_net([Saves(), callback], tmp_path, max_epochs=1, limit_train_batches=2)
+    assert seen == [None, None]
+    assert bases.is_empty_hook(type(last).on_train_epoch_end, "on_train_epoch_end")
+    assert not bases.is_empty_hook(type(last).on_train_batch_end, "on_train_batch_end")
+    part = torch.load(tmp_path / "saved.ckpt", weights_only=True)["lightning_faulttolerant"]
+    assert not part.get("inexact"), part["inexact"]
