@@ -22,12 +22,13 @@ LAYERS = (
     ("__init__", "__main__"),
     ("cli", "testing"),
     ("trainer",),
+    ("twin",),  # the trainer package once more; only its names are written down
     ("checkpoint",),
     ("loader",),
     ("state",),
     ("samplers",),
     ("streaming",),
-    ("clients", "errors", "processes", "records"),
+    ("clients", "errors", "processes", "records", "translation"),
     ("advice", "early_signals"),
 )
 LEVEL = {part: level for level, parts in enumerate(reversed(LAYERS)) for part in parts}
@@ -50,7 +51,11 @@ THIRD_PARTY = {
     "errors": set(),
     "processes": set(),
     "records": set(),
+    "translation": set(),
+    "twin": set(),
 }
+# A second copy of the trainer package is made with their names: no import names them but for annotations.
+OF_THE_TWIN = {"lightning_fabric", "pytorch_lightning"}
 # Not declared as dependencies: imported where they are needed, never when a module is loaded.
 OPTIONAL = {"aiohttp", "numpy", "rich"}
 
@@ -150,6 +155,8 @@ def foreign_imports(files: Sources) -> Iterator[str]:
         for found in imports_of(path, source):
             top = found.top
             if top == PACKAGE or top in sys.stdlib_module_names or top in THIRD_PARTY[part]:
+                continue
+            if part == "trainer" and top in OF_THE_TWIN and found.for_types:
                 continue
             if top not in OPTIONAL:
                 yield f"{path}:{found.line} ({part}) imports {found.module}"
@@ -318,6 +325,9 @@ ALLOWED = {
     "numpy where it is needed": {"state/rng.py": "def f():\n    import numpy as np"},
     "numpy where it is tried": {"state/rng.py": "try:\n    import numpy\nexcept ImportError:\n    numpy = None"},
     "numpy for types": {"state/rng.py": "if TYPE_CHECKING:\n    import numpy as np"},
+    "pytorch_lightning for types": {
+        "trainer/bases.py": "if TYPE_CHECKING:\n    from pytorch_lightning import Callback"
+    },
     "a private name in compat": {"trainer/compat.py": "trainer._results\nfrom lightning.x import _y"},
     "a private name of one's own": {"trainer/callback.py": "self._results\ncls._made\nx.__class__"},
     "lengths at the limit": {"errors.py": long_function(MAX_FUNCTION_LINES), "cli.py": "\n" * MAX_FILE_LINES},

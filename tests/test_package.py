@@ -43,11 +43,12 @@ def test_without_being_installed_there_is_no_version(monkeypatch: pytest.MonkeyP
     assert not hasattr(lightning_faulttolerant, "__version__")
 
 
-def test_the_runtime_dependencies_are_the_declared_four() -> None:
-    """A user gets Lightning in a supported version, torch, torchmetrics and fsspec, and nothing else."""
+def test_the_runtime_dependencies_are_the_declared_five() -> None:
+    """A user gets both packages of Lightning in a supported version, torch, torchmetrics and fsspec, and no more."""
     required = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or []]
     assert {r.name: str(r.specifier) for r in required if r.marker is None} == {
         "lightning": "!=2.6.2,!=2.6.3,>=2.5.6",
+        "pytorch-lightning": "!=2.6.2,!=2.6.3,>=2.5.6",
         "torch": ">=2.4",
         "torchmetrics": "",
         "fsspec": "",
@@ -73,9 +74,10 @@ def test_the_typing_marker_is_present() -> None:
     assert resources.files(lightning_faulttolerant).joinpath("py.typed").is_file()
 
 
-def test_the_entry_point_is_a_function() -> None:
-    """Lightning finds the factory under the name of its group, and can load it."""
-    points = metadata.entry_points(group="lightning.pytorch.callbacks_factory", name="lightning_faulttolerant")
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_entry_point_is_a_function(package: str) -> None:
+    """Each package of Lightning finds the factory under the name of its group, and can load it."""
+    points = metadata.entry_points(group=f"{package}.callbacks_factory", name="lightning_faulttolerant")
     assert [point.value for point in points] == ["lightning_faulttolerant.trainer.switch:callbacks_from_environment"]
     (point,) = points
     assert callable(point.load())
@@ -105,9 +107,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = lightning_faulttolerant.no_such_name
 
 
-@pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".samplers", ".state"])
+@pytest.mark.parametrize("part", ["", ".checkpoint", ".loader", ".samplers", ".state", ".testing.exactness", ".twin"])
 def test_a_part_loads_without_lightning(part: str) -> None:
-    """The package, and each part for one's own loop, can be imported without Lightning being loaded."""
+    """The package, each part for one's own loop, and what serves both of its packages load without Lightning."""
     name = f"{lightning_faulttolerant.__name__}{part}"
     importlib.import_module(name)
     program = f"import sys, {name}; sys.exit('lightning' in sys.modules or 'pytorch_lightning' in sys.modules)"

@@ -26,17 +26,18 @@ Path = tuple[tuple[str, Any], ...]
 _PRIMITIVES = (int, float, complex, str, bytes, bytearray, bool, type(None), type, types.ModuleType, torch.Tensor)
 # Libraries whose objects hold large data or the whole program, and no generator that a user put there.
 _OPAQUE_ROOTS = {"IPython", "PIL", "_asyncio", "_io", "_pytest", "argparse", "asyncio", "concurrent", "datetime",
-                 "hypothesis", "importlib", "io", "ipykernel", "jupyter_client", "lightning", "logging",
-                 "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow", "pytorch_lightning", "pytest",
-                 "ray", "re", "sqlalchemy", "threading", "traitlets", "typing", "weakref", "zmq"}  # fmt: skip
+                 "hypothesis", "importlib", "io", "ipykernel", "jupyter_client", "lightning", "lightning_fabric",
+                 "logging", "multiprocessing", "numpy", "pandas", "pathlib", "pluggy", "pyarrow", "pytorch_lightning",
+                 "pytest", "ray", "re", "sqlalchemy", "threading", "traitlets", "typing", "weakref", "zmq"}  # fmt: skip
 # What of our own is reachable from a run's callbacks holds the whole run, and the user's loaders by a second path.
 # A streaming data set knows each of its shards, and draws from no generator that it keeps.
 _STREAMING = ("cache", "epochs", "format", "opening", "order", "samples", "shards", "stream", "world")
 # What lhotse lists of a corpus: up to millions of cuts and recordings.
 MANIFESTS = ("lhotse.array", "lhotse.audio", "lhotse.cut", "lhotse.features", "lhotse.lazy", "lhotse.serialization",
              "lhotse.shar", "lhotse.supervision")  # fmt: skip
-_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.loader", "streaming.base", "litdata.",
-                   *MANIFESTS, *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
+_OPAQUE_MODULES = ("lightning_faulttolerant.trainer", "lightning_faulttolerant.twin", "lightning_faulttolerant.loader",
+                   "streaming.base", "litdata.", *MANIFESTS,
+                   *(f"lightning_faulttolerant.streaming.{name}" for name in _STREAMING))  # fmt: skip
 _LITDATA_SET = "litdata.streaming.dataset"  # its data set holds the user's transform
 _TORCH_WALKED = ("torch.utils.data", "torch.nn.modules.container", "torch.optim")
 # Tensors by parameter, as many as the model has: of an optimizer these are in the checkpoint, and large.

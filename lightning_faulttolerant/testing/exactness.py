@@ -22,8 +22,7 @@ from lightning_faulttolerant.state.objects.object_state import names_in
 from lightning_faulttolerant.testing.processes import fork_and_run, run_ranks
 from lightning_faulttolerant.testing.traces import Event, NotTheSame, Outcome, before, compare, read_trace
 from lightning_faulttolerant.trainer.callback import FaultTolerance
-from lightning_faulttolerant.trainer.capture import OBJECTS
-from lightning_faulttolerant.trainer.objects import leave_out
+from lightning_faulttolerant.trainer.process import OBJECTS, leave_out
 from lightning_faulttolerant.trainer.recorder import KillAt, Recorder, record_end
 
 __all__ = ["Interruption", "KillAt", "NotTheSame", "Runs", "assert_resumes_exactly", "fork_and_run"]

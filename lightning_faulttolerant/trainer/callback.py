@@ -8,27 +8,28 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
+from typing import TYPE_CHECKING, Any
 
 from lightning_faulttolerant.advice import speak_of_variable
 from lightning_faulttolerant.early_signals import EARLY
-from lightning_faulttolerant.trainer import compat, under_way
+from lightning_faulttolerant.trainer import under_way
+from lightning_faulttolerant.trainer.bases import AnyCallback, names_of_hooks
 from lightning_faulttolerant.trainer.deadline import checked_deadline
 from lightning_faulttolerant.trainer.environment import is_switched_off, read_trust
-from lightning_faulttolerant.trainer.ledger.opened import OpenLedger, begins_while_off
-from lightning_faulttolerant.trainer.objects import Registered
 from lightning_faulttolerant.trainer.options import Options, checked_dirpath, checked_ledger
 from lightning_faulttolerant.trainer.options_variable import option_names, with_options_of_environment
-from lightning_faulttolerant.trainer.ranks.supported import check_package, check_strategy
+from lightning_faulttolerant.trainer.process import Registered
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.session import Session
+from lightning_faulttolerant.trainer.serving import is_module, served
+
+if TYPE_CHECKING:
+    from lightning_faulttolerant.trainer.ledger.opened import OpenLedger
+    from lightning_faulttolerant.trainer.session import Session
 
 _log = logging.getLogger(__name__)
 
 
-class FaultTolerance(Callback):
+class FaultTolerance(AnyCallback):
     """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
 
     Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, where it names them.
@@ -182,20 +183,22 @@ class FaultTolerance(Callback):
         # That is the first thing of a run. By the time of setup loggers have begun new files, and removed old ones.
         self._log = log
         module = getattr(log, "__self__", None)  # a user's own function in its place has none: setup begins the fit
-        if isinstance(module, LightningModule) and module.trainer.state.fn == "fit":
+        if module is None or not is_module(module):
+            return
+        if module.trainer.state.fn == "fit":
             self._begin(module.trainer)
-        elif isinstance(module, LightningModule):
+        else:
             EARLY.give_back()
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _begin(self, trainer: Any) -> None:
         """Begin a fit, unless it is one that is nobody's training."""
         if is_switched_off() or not self._is_in_charge(trainer):
             return
         speak_of_variable(option_names(FaultTolerance.__init__) if self.is_from_environment else ())
-        check_package(trainer)
-        if compat.is_nobodys_training(trainer):
+        package = served(trainer)
+        if package.compat.is_nobodys_training(trainer):
             return
-        check_strategy(trainer.strategy)
+        package.check_strategy(trainer.strategy)
         if under_way.is_inside_another(trainer):
             # It is a part of that one's hook, which is run again whole. Its number would be that of another one then.
             _log.info("A fit inside another fit is not saved: the outer one resumes in front of it.")
@@ -205,16 +208,16 @@ class FaultTolerance(Callback):
         if self._session is not None:  # another callback's on_exception raised, and ours was never called
             self._session.close()
         under_way.begin(trainer)
-        self._session = Session(trainer, self._options, self._registered)
+        self._session = package.Session(trainer, self._options, self._registered)
         self._session.begin()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the fit that is under way: a copy has the same arguments, and has trained nothing yet."""
-        of_the_fit = {"log_dict", *dir(Callback)}
+        of_the_fit = {"log_dict", *names_of_hooks()}
         own = {name: value for name, value in vars(self).items() if name not in of_the_fit}
         return {**own, "_log": None, "_session": None, "_ledger": None}
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take over the fit."""
         if stage != "fit":
             return
@@ -224,26 +227,26 @@ class FaultTolerance(Callback):
             self._begin(trainer)
         if self._session is not None and not self._session.is_open:
             self._session.open(self)
-            self._ledger = OpenLedger(trainer, self._options, self._session)
-        elif is_switched_off() and self._is_in_charge(trainer) and begins_while_off(trainer):
+            self._ledger = served(trainer).OpenLedger(trainer, self._options, self._session)
+        elif is_switched_off() and self._is_in_charge(trainer) and served(trainer).begins_while_off(trainer):
             self._close_ledger()
             under_way.begin(trainer)
-            self._ledger = OpenLedger(trainer, self._options, None)
+            self._ledger = served(trainer).OpenLedger(trainer, self._options, None)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Say in a checkpoint that somebody else writes inside the fit where that was."""
         session = None if self._is_of_another(trainer) else self._session
         if session is not None and session.autosaver is not None and not session.autosaver.is_dumping:
             session.put_part(checkpoint)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save what can be saved, and leave nothing of ours behind."""
         session = self._ended(trainer)
         with self._ledger_ended(trainer, finished=False):
             if session is not None:
                 session.interrupt(exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Mark the fit as finished, and leave nothing of ours behind."""
         if stage != "fit":
             return
@@ -252,7 +255,7 @@ class FaultTolerance(Callback):
             if session is not None:
                 session.finish()
 
-    def _ended(self, trainer: Trainer) -> Session | None:
+    def _ended(self, trainer: Any) -> Session | None:
         """Return the session of a fit that ends, if there is one, and forget it."""
         if self._session is None or self._is_of_another(trainer):
             return None
@@ -260,7 +263,7 @@ class FaultTolerance(Callback):
         self._keep_report(session)
         return session
 
-    def _ledger_ended(self, trainer: Trainer, *, finished: bool) -> AbstractContextManager[None]:
+    def _ledger_ended(self, trainer: Any, *, finished: bool) -> AbstractContextManager[None]:
         if self._ledger is None or not self._ledger.is_of(trainer):
             return nullcontext()
         ledger, self._ledger = self._ledger, None
@@ -277,13 +280,14 @@ class FaultTolerance(Callback):
         if self._options.script.is_elsewhere and session.trainer.is_global_zero:
             self._options.script.tell_report(self._number, None if report is None else asdict(report))
 
-    def _is_of_another(self, trainer: Trainer) -> bool:
+    def _is_of_another(self, trainer: Any) -> bool:
         """Return whether the fit that is followed is one in whose hooks `trainer` was given this very callback."""
         own = self._session.trainer if self._session is not None else trainer
         return own is not trainer and under_way.is_under_way(own)
 
-    def _is_in_charge(self, trainer: Trainer) -> bool:
+    def _is_in_charge(self, trainer: Any) -> bool:
         """Return whether this is the one of several that acts: the first that the user has added himself."""
-        found = [callback for callback in compat.callbacks(trainer) if isinstance(callback, FaultTolerance)]
+        callbacks = served(trainer).compat.callbacks(trainer)
+        found = [callback for callback in callbacks if isinstance(callback, FaultTolerance)]
         own = [callback for callback in found if not callback.is_from_environment]
         return (own or found)[0] is self

@@ -37,16 +37,16 @@ from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
 from lightning_faulttolerant.trainer.kept_gradients import keeps_gradients
 from lightning_faulttolerant.trainer.logged.results import load_results, results_state
-from lightning_faulttolerant.trainer.objects import Objects, Registered
+from lightning_faulttolerant.trainer.objects import Objects
 from lightning_faulttolerant.trainer.param_groups import held_by_groups
 from lightning_faulttolerant.trainer.position import EPOCH_END, EPOCH_START, FINISHED, Position
+from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.ranks.compat import saves_shards
 from lightning_faulttolerant.trainer.ranks.sharded import reshard
 from lightning_faulttolerant.trainer.report import OBJECTS as OBJECT_STATE
 from lightning_faulttolerant.trainer.report import ORDER
 from lightning_faulttolerant.trainer.strategy import Loaders
 
-OBJECTS = "objects"
 # Each part with what a report calls it. A checkpoint that lacks one was written by a run that left it out.
 PARTS = {
     "rng": "random generators",

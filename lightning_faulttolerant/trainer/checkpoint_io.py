@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-import weakref
-from collections.abc import Iterator
 from typing import Any
-
-from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Trainer
 
 from lightning_faulttolerant.checkpoint.atomic import save_to_file
 from lightning_faulttolerant.checkpoint.atomic_file import remove_abandoned
 from lightning_faulttolerant.checkpoint.store import is_url, local_path, open_store, split_path
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.errors import DamagedCheckpointError, UnsafeCheckpointError
-from lightning_faulttolerant.trainer.files import compat
-from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.bases import AnyCheckpointIO
+from lightning_faulttolerant.trainer.serving import served_of_any
 
 Path = str | os.PathLike[str]
 
 
-class AtomicCheckpointIO(CheckpointIO):
+class AtomicCheckpointIO(AnyCheckpointIO):
     """Writes checkpoints that no crash can damage, and verifies each record of a file that it reads.
 
     `FaultTolerance` uses it for ``ModelCheckpoint`` and ``trainer.save_checkpoint`` where the Trainer has the default
@@ -41,7 +35,6 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def __init__(self, *, weights_only: bool = True) -> None:
         self._weights_only = weights_only
-        self._default = TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint so that a crash at any moment leaves the old file or the new one.
@@ -89,8 +82,10 @@ class AtomicCheckpointIO(CheckpointIO):
         path = _as_given(path)
         weights_only = self._weights_only if weights_only is None else weights_only
         if not is_url(path) and os.path.isdir(path):
-            more = compat.weights_only_argument(weights_only)
-            return self._default.load_checkpoint(path, map_location, **more)
+            lightnings = served_of_any()
+            more = lightnings.weights_only_argument(weights_only)
+            loaded: dict[str, Any] = lightnings.TorchCheckpointIO().load_checkpoint(path, map_location, **more)
+            return loaded
         try:
             return load_file(path, map_location=map_location, weights_only=weights_only)
         except DamagedCheckpointError as damage:
@@ -102,34 +97,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Path) -> None:
         """Remove a checkpoint, file or directory, if it is there."""
-        self._default.remove_checkpoint(_as_given(path))
-
-
-# Those that nobody has chosen: they stand in for Lightning's default during a fit.
-_stand_ins: weakref.WeakSet[CheckpointIO] = weakref.WeakSet()
-
-
-def write_atomically(trainer: Trainer, patches: Patches) -> None:
-    """Let a Trainer that has Lightning's default `CheckpointIO` use ours until `patches` are undone."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        ours = AtomicCheckpointIO()
-        _stand_ins.add(ours)
-        patches.replace(trainer.strategy, compat.CHECKPOINT_IO, ours)
-
-
-@contextlib.contextmanager
-def own_file_restored(trainer: Trainer) -> Iterator[None]:
-    """Within the block read as without us what the fit itself has just written, as finders do.
-
-    Lightning before 2.6 unpickles it whatever it holds, and a training that runs without us must run with us.
-    """
-    patches = Patches()
-    if trainer.strategy.checkpoint_io in _stand_ins:
-        patches.replace(trainer.strategy, compat.CHECKPOINT_IO, TorchCheckpointIO())
-    try:
-        yield
-    finally:
-        patches.undo()
+        served_of_any().TorchCheckpointIO().remove_checkpoint(_as_given(path))
 
 
 def _as_given(path: Path) -> str:
@@ -139,7 +107,7 @@ def _as_given(path: Path) -> str:
 
 
 def _remedy() -> str:
-    lightnings = "`fit(..., weights_only=False)`, or " if compat.HAS_WEIGHTS_ONLY else ""
+    lightnings = "`fit(..., weights_only=False)`, or " if served_of_any().HAS_WEIGHTS_ONLY else ""
     return (
         f"To load it all the same under a Trainer, whatever it runs: {lightnings}"
         "`Trainer(plugins=[AtomicCheckpointIO(weights_only=False)])`."

@@ -36,10 +36,10 @@ from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.history_file import HistoryFile
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.position import BOUNDARY, Position, position_of
+from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.report import ResumeReport
 
 _MAX_TEXT = 300
-_IMPORTED = time.time()
 
 
 def _without_harm(method: Callable[..., None]) -> Callable[..., None]:
@@ -218,13 +218,13 @@ def process_began(process_id: int) -> float:
         process_id: Of this process, or of the one that has made it.
     """
     if hasattr(sys, "ps1") or getattr(sys.modules.get("__main__"), "__file__", None) is None:
-        return round(_IMPORTED, 3)
+        return round(IMPORTED_AT, 3)
     try:
         with open(f"/proc/{process_id}/stat", encoding="utf-8", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
-        return round(_IMPORTED, 3)
+        return round(IMPORTED_AT, 3)
     return round(time.time() - age, 3)
 
 

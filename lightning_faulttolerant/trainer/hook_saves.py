@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, SpikeDetection, ThroughputMonitor
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.bases import is_empty_hook, is_lightnings
 from lightning_faulttolerant.trainer.capture import Capture, RunState, named_callbacks
 from lightning_faulttolerant.trainer.position import (
     BATCH_END,
@@ -169,14 +170,15 @@ class HookSaves:
 
 def _overridden(owner: Any, hook: str) -> Any:
     """Return the function behind a hook, if it is not the empty one that every callback and module has."""
-    base = LightningModule if isinstance(owner, LightningModule) else Callback
     function = getattr(owner, hook)
     function = getattr(function, "__func__", function)
-    return None if function is getattr(base, hook) else function
+    is_modules = isinstance(owner, LightningModule)
+    is_empty = function is getattr(LightningModule, hook) if is_modules else is_empty_hook(function, hook)
+    return None if is_empty else function
 
 
 def _is_lightnings(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("lightning.pytorch.")
+    return is_lightnings(getattr(function, "__module__", ""))
 
 
 def _is_ours(function: Any) -> bool:

@@ -17,9 +17,9 @@ from typing import Any, final
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_faulttolerant.trainer.process import IMPORTED_AT
 from lightning_faulttolerant.trainer.telling import tell
 
-_IMPORTED = time.time()
 _DAY = 24 * 60 * 60
 _UNITS = (1, 10**3, 10**9)  # seconds, milliseconds, nanoseconds
 _TIME = re.compile(r"(?<!\d)(?:[01]\d|2[0-3])[-:_.h]?[0-5]\d(?:[-:_.m]?[0-5]\d)?(?!\d)")
@@ -140,7 +140,7 @@ def _has_time(text: str, now: float) -> bool:
 def _dates(now: float) -> Iterator[str]:
     """Yield patterns of the dates at which this process began, or is now, here and in Greenwich."""
     zones = (None, timezone.utc)
-    days = {datetime.fromtimestamp(moment, zone).date() for moment in (_IMPORTED, now) for zone in zones}
+    days = {datetime.fromtimestamp(moment, zone).date() for moment in (IMPORTED_AT, now) for zone in zones}
     for day in days:
         year, month, date = f"{day:%Y}", f"{day:%m}", f"{day:%d}"
         for separator in ("-", "/", r"\.", "_"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback
 
+from lightning_faulttolerant.trainer.bases import is_empty_hook
 from lightning_faulttolerant.trainer.patches import Patches
 
 PER_BATCH_HOOKS = (
@@ -25,5 +26,5 @@ PER_BATCH_HOOKS = (
 def pass_over_idle_hooks(callback: Callback, patches: Patches) -> None:
     """Let Lightning pass over the hooks of a batch that `callback` inherits as they are; a subclass may use some."""
     for name in PER_BATCH_HOOKS:
-        if getattr(type(callback), name) is getattr(Callback, name):
+        if is_empty_hook(getattr(type(callback), name), name):
             patches.replace(callback, name, None)

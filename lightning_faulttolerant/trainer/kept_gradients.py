@@ -8,8 +8,9 @@ from lightning_faulttolerant.trainer import compat
 
 _HOOKS = ("optimizer_zero_grad", "optimizer_step", "backward", "on_before_zero_grad")
 # Their optimizers begin a step with a new gradient, whatever there was.
-_PLAIN = frozenset({"apex", "bitsandbytes", "colossalai", "deepspeed", "fairscale", "lightning", "lion_pytorch",
-                    "pytorch_lightning", "timm", "torch", "torchao", "transformer_engine", "transformers"})  # fmt: skip
+_PLAIN = frozenset({"apex", "bitsandbytes", "colossalai", "deepspeed", "fairscale", "lightning", "lightning_fabric",
+                    "lion_pytorch", "pytorch_lightning", "timm", "torch", "torchao", "transformer_engine",
+                    "transformers"})  # fmt: skip
 
 
 def keeps_gradients(trainer: Trainer) -> bool:

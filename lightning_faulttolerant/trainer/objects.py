@@ -6,8 +6,7 @@ import functools
 import logging
 import re
 import sys
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.experiments.compat import experiments_of
 from lightning_faulttolerant.trainer.holders import functions_of, names_of_trainers
 from lightning_faulttolerant.trainer.position import FINISHED
+from lightning_faulttolerant.trainer.process import Registered, left_out
 from lightning_faulttolerant.trainer.reloads import Reloads
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.structure import Structure, made_at_epoch_start
@@ -61,15 +61,6 @@ NO_OBJECT_STATE = (
     " changed on plain attributes starts again"
 )
 """Said of an old checkpoint."""
-Registered = tuple[Callable[[], Any], Callable[[Any], object]]
-"""The functions that return a state, and that restore it."""
-
-_left_out: weakref.WeakSet[Callback] = weakref.WeakSet()
-
-
-def leave_out(callbacks: Iterable[Callback]) -> None:
-    """Let what these keep be no part of a run: they count what happens in one process."""
-    _left_out.update(callbacks)
 
 
 def refuse_lost(state: Mapping[str, Any], path: str, *, strict: bool) -> None:
@@ -112,7 +103,7 @@ class Objects:
         self._loaders = loaders
         self._manual = manual
         self._registered = registered
-        self._callbacks = {name: callback for name, callback in callbacks.items() if callback not in _left_out}
+        self._callbacks = {name: callback for name, callback in callbacks.items() if callback not in left_out}
         self._state: ObjectState | None = None
         self._structure: Structure | None = None
         self._warned_of: set[str] = set()

@@ -11,10 +11,10 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.adapters.spikes import spikes_restored
 from lightning_faulttolerant.trainer.beginning import Beginning
-from lightning_faulttolerant.trainer.checkpoint_io import own_file_restored
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.files.parts import PICKLED
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.stand_in import own_file_restored
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.first_save import is_saved
 from lightning_faulttolerant.trainer.grown import GROWN, GrownBuffers

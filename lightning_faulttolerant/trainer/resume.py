@@ -19,7 +19,7 @@ from lightning_faulttolerant.trainer.adapters.best_models import restore_best_mo
 from lightning_faulttolerant.trainer.adapters.pruning import OwnMasks, without_masks
 from lightning_faulttolerant.trainer.adapters.state import why_ended
 from lightning_faulttolerant.trainer.autosave import VERSION, put_instead
-from lightning_faulttolerant.trainer.capture import OBJECTS, PARTS, RunState
+from lightning_faulttolerant.trainer.capture import PARTS, RunState
 from lightning_faulttolerant.trainer.choice import Choice
 from lightning_faulttolerant.trainer.comparison import Comparison
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
@@ -29,6 +29,7 @@ from lightning_faulttolerant.trainer.objects import DRAWN, NO_OBJECT_STATE, refu
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.position import FINISHED, Position, load_into_loops, place_of
 from lightning_faulttolerant.trainer.precision import convert_module, rounded
+from lightning_faulttolerant.trainer.process import OBJECTS
 from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.bases import is_lightnings
 
-_NOT_USERS = ("lightning.pytorch.", "lightning_faulttolerant.")
+_OURS = "lightning_faulttolerant."
 
 
 def overrides_save_hook(trainer: Trainer) -> bool:
@@ -17,4 +18,5 @@ def overrides_save_hook(trainer: Trainer) -> bool:
     if module is not None and type(module).state_dict is not LightningDataModule.state_dict:
         return True  # it has no on_save_checkpoint that Lightning calls
     # What a user's class inherits from one of Lightning's is Lightning's; a LambdaCallback's hook is its instance's.
-    return any(not c.on_save_checkpoint.__module__.startswith(_NOT_USERS) for c in compat.callbacks(trainer))
+    modules = [callback.on_save_checkpoint.__module__ for callback in compat.callbacks(trainer)]
+    return any(not is_lightnings(module) and not module.startswith(_OURS) for module in modules)

@@ -14,30 +14,29 @@ from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.autosave import Autosaver
 from lightning_faulttolerant.trainer.beginning import Beginning
 from lightning_faulttolerant.trainer.boundary import Boundary
-from lightning_faulttolerant.trainer.capture import OBJECTS, RunState
-from lightning_faulttolerant.trainer.checkpoint_io import write_atomically
+from lightning_faulttolerant.trainer.capture import RunState
 from lightning_faulttolerant.trainer.ddp.buckets import BUCKETS, Buckets
 from lightning_faulttolerant.trainer.environment import is_manual
 from lightning_faulttolerant.trainer.files.run_files import RunFiles
+from lightning_faulttolerant.trainer.files.stand_in import write_atomically
 from lightning_faulttolerant.trainer.fingerprint import Fingerprint
 from lightning_faulttolerant.trainer.hook_saves import HookSaves
 from lightning_faulttolerant.trainer.idle import pass_over_idle_hooks
 from lightning_faulttolerant.trainer.interruption import end_interrupted, tell_stopped
-from lightning_faulttolerant.trainer.objects import RELOADS, Registered
+from lightning_faulttolerant.trainer.objects import RELOADS
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.patches import Patches, then
 from lightning_faulttolerant.trainer.position import FINISHED, Position, position_of
+from lightning_faulttolerant.trainer.process import OBJECTS, Registered
 from lightning_faulttolerant.trainer.reloads import Reloads
 from lightning_faulttolerant.trainer.report import ResumeReport
-from lightning_faulttolerant.trainer.restoring import Restoring
+from lightning_faulttolerant.trainer.restoring import Method, Restoring
 from lightning_faulttolerant.trainer.resume import Resume
 from lightning_faulttolerant.trainer.resumed_epoch import ResumedEpoch
 from lightning_faulttolerant.trainer.stopping import Stopping
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.strategy import VALIDATION as VALIDATION_LOADERS
 from lightning_faulttolerant.trainer.surroundings import surroundings
-
-Method = Callable[..., Any]
 
 
 class Session:

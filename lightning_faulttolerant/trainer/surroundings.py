@@ -6,9 +6,8 @@ import platform
 import sys
 from typing import Any
 
-import lightning
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, __version__  # type: ignore[attr-defined]  # it lists other names only
 
 
 def surroundings(trainer: Trainer) -> dict[str, Any]:
@@ -18,7 +17,7 @@ def surroundings(trainer: Trainer) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "lightning": str(lightning.__version__),
+        "lightning": str(__version__),
         "numpy": None if numpy is None else str(numpy.__version__),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]

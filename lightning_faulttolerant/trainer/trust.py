@@ -18,10 +18,10 @@ from lightning_faulttolerant.checkpoint.verify import load_path, unsafe_paths
 from lightning_faulttolerant.errors import UnsafeCheckpointError
 from lightning_faulttolerant.state.objects.pickles import has_pickles, unpickled
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
-from lightning_faulttolerant.trainer.capture import OBJECTS
 from lightning_faulttolerant.trainer.environment import TRUST_VARIABLE
 from lightning_faulttolerant.trainer.files.parts import KEY, PICKLED
 from lightning_faulttolerant.trainer.options import Options
+from lightning_faulttolerant.trainer.process import OBJECTS
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_faulttolerant import FaultTolerance, NotExactError, ResumeReport
-from lightning_faulttolerant.trainer.capture import OBJECTS, PARTS
+from lightning_faulttolerant.trainer.capture import PARTS
 from lightning_faulttolerant.trainer.objects import NO_OBJECT_STATE
+from lightning_faulttolerant.trainer.process import OBJECTS
 from tests.data_sets import NoisyDataset
 from tests.runs import Net, make_trainer
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -12,7 +11,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.trainer.environment import VARIABLE, is_switched_off, read_switch
 from lightning_faulttolerant.trainer.switch import callbacks_from_environment
-from tests.processes import run
 from tests.runs import fit_net, make_trainer
 
 
@@ -46,9 +44,10 @@ def test_other_values_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -
         read_switch()
 
 
-def test_entry_point_is_installed() -> None:
-    """The installed package offers its callback in Lightning's group, under the package's name."""
-    [found] = [e for e in entry_points(group="lightning.pytorch.callbacks_factory") if "faulttolerant" in e.name]
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_entry_point_is_installed(package: str) -> None:
+    """The installed package offers its callback in the group of each of Lightning's, under the package's name."""
+    [found] = [e for e in entry_points(group=f"{package}.callbacks_factory") if "faulttolerant" in e.name]
     assert found.load() is callbacks_from_environment
 
 
@@ -96,95 +95,3 @@ def test_zero_switches_off_what_was_added(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv(VARIABLE, "0")
     assert fitted([FaultTolerance(tmp_path / "own", run_id="switch-off")], tmp_path) == []
     assert not (tmp_path / "own").exists()
-
-
-def test_trainer_of_the_other_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the environment variable a Trainer of pytorch_lightning raises an error that names the import to change."""
-
-    def main() -> None:
-        import pytorch_lightning  # in a process of its own: it takes over where Lightning's messages go
-
-        pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-
-    assert run(main).exit_code == 0
-    monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
-    refused = run(main)
-    assert refused.exit_code == 1
-    assert "UnsupportedTrainerError" in refused.output
-    assert "import lightning.pytorch as pl" in refused.output
-
-
-@pytest.mark.parametrize("derived", [False, True])
-def test_callback_in_a_trainer_of_the_other_package_is_told(tmp_path: Path, derived: bool) -> None:
-    """Given to a Trainer of pytorch_lightning, or to one that derives from it, the callback raises the same at once."""
-
-    def main() -> None:
-        from pytorch_lightning import Trainer
-
-        class Derived(Trainer):
-            pass
-
-        make = Derived if derived else Trainer
-        make(**_quiet(tmp_path), callbacks=[FaultTolerance()])
-
-    refused = run(main)
-    assert refused.exit_code == 1
-    assert "UnsupportedTrainerError: FaultTolerance serves lightning.pytorch.Trainer" in refused.output
-    assert "import lightning.pytorch as pl" in refused.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_callback_added_late_to_a_trainer_of_the_other_package_is_told(tmp_path: Path) -> None:
-    """Added to such a Trainer after it was built, it raises the same before anything is written."""
-
-    def main() -> None:
-        from pytorch_lightning import Trainer
-        from pytorch_lightning.demos.boring_classes import BoringModel
-
-        trainer = Trainer(**_quiet(tmp_path))
-        trainer.callbacks.append(FaultTolerance())
-        trainer.fit(BoringModel())
-
-    refused = run(main)
-    assert refused.exit_code == 1
-    assert "UnsupportedTrainerError: FaultTolerance serves lightning.pytorch.Trainer" in refused.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_zero_says_nothing_to_a_trainer_of_the_other_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With 0 the error is not ours: from 2.6 on the Trainer is built, before that it refuses all but its own."""
-    monkeypatch.setenv(VARIABLE, "0")
-
-    def main() -> None:
-        from pytorch_lightning import Trainer
-
-        Trainer(**_quiet(tmp_path), callbacks=[FaultTolerance()])
-
-    ended = run(main)
-    assert "UnsupportedTrainerError" not in ended.output
-    assert ended.exit_code == 0 or "ValueError: Expected a parent" in ended.output
-
-
-def test_trainer_of_the_other_package_without_the_callback_is_let_alone(tmp_path: Path) -> None:
-    """A script that builds one beside a FaultTolerance for Lightning's own is not refused."""
-
-    def main() -> None:
-        from pytorch_lightning import Callback as OtherCallback
-        from pytorch_lightning import Trainer as OtherTrainer
-
-        OtherTrainer(**_quiet(tmp_path), callbacks=[OtherCallback()])
-        make_trainer([FaultTolerance(tmp_path)], tmp_path)
-
-    ended = run(main)
-    assert ended.exit_code == 0, ended.output
-
-
-def _quiet(directory: Path) -> dict[str, Any]:
-    return {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "default_root_dir": directory,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-    }

@@ -24,8 +24,8 @@ _NO_LEDGER = Cause(
     part="no ledger",
     text="The script ended well, but no training of Lightning's has told what it did.",
     advice=(
-        "The drill follows Trainer.fit of the lightning package (>= 2.5.6): a script that imports pytorch_lightning,"
-        " or has a loop of its own, can't be drilled.",
+        "The drill follows Trainer.fit of lightning.pytorch and of pytorch_lightning (>= 2.5.6): a script that has a"
+        " loop of its own can't be drilled.",
         "FaultTolerance(ledger=...) takes the place of the ledger that the drill asks for: leave it out.",
         "PL_FAULT_TOLERANT_TRAINING=0 switches the callback off. fast_dev_run and barebones do too.",
     ),

@@ -7,7 +7,14 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_faulttolerant.", "streaming.", "litdata.")
+_LIBRARIES = (
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+    "lightning_faulttolerant.",
+    "streaming.",
+    "litdata.",
+)
 
 
 # What an iteration moves on a library's own samplers, and drawing the batches again moves as well.

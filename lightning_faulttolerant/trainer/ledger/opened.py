@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_faulttolerant.errors import LedgerError
 from lightning_faulttolerant.records.ledger import LEDGER_VARIABLE, path_of_rank
 from lightning_faulttolerant.records.lines import LineFile
-from lightning_faulttolerant.trainer import compat, under_way
+from lightning_faulttolerant.trainer import compat, process, under_way
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.ledger.fault import Fault, read_fault
 from lightning_faulttolerant.trainer.ledger.ledger import FitLedger
@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.options import Options, checked_ledger
 from lightning_faulttolerant.trainer.patches import Patches
 from lightning_faulttolerant.trainer.session import Session
 
-_num_fits: dict[int, int] = {}  # by process
+_num_fits = process.num_fits
 
 
 def path_of(options: Options) -> str | None:

@@ -1,4 +1,4 @@
-"""Which Trainers and strategies are served; all others are refused at the start, before anything is written.
+"""Which strategies are served; all others are refused at the start, before anything is written.
 
 A strategy is served if it is one of these classes, or derives from one and saves and loads as that one does.
 """
@@ -6,9 +6,7 @@ A strategy is served if it is one of these classes, or derives from one and save
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -44,20 +42,6 @@ _ADVICE = (
 )
 # Autosaves of one file are written without the strategy, and restored by Lightning's connector.
 _OWN_FORMAT = ("save_checkpoint", "load_checkpoint")
-
-
-def check_package(trainer: Any) -> None:
-    """Raise if a Trainer is not one of the package ``lightning``.
-
-    Raises:
-        UnsupportedTrainerError: With what to import instead.
-    """
-    if not isinstance(trainer, Trainer):
-        raise UnsupportedTrainerError(
-            f"FaultTolerance serves lightning.pytorch.Trainer, and this is a {type(trainer).__module__}."
-            f"{type(trainer).__name__}: the pytorch_lightning package has classes of its own. Nothing would be saved."
-            " Use `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
-        )
 
 
 def check_strategy(strategy: Strategy) -> None:

@@ -20,6 +20,7 @@ from lightning_faulttolerant.errors import CheckpointError, RunInUseError
 from lightning_faulttolerant.records.history import DEFAULT_FOLDER
 from lightning_faulttolerant.records.registry import Entry, Registry
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command, FitRecord, RunRecord
+from lightning_faulttolerant.trainer import process
 from lightning_faulttolerant.trainer.launched import Script
 from lightning_faulttolerant.trainer.options import Options
 from lightning_faulttolerant.trainer.run import FITS, Run, directory_of, open_directory, run_id_of, run_of_process
@@ -38,7 +39,7 @@ _NAMED_BY_TIME = re.compile(r"\d{6}|\d{2,4}[-_.:]\d{1,2}[-_.:]\d{1,2}|\b(?=[0-9a
 _MAX_SIBLINGS = 20
 _ALIKE, _EXACTLY = 1, 2
 
-_continued: dict[str, str] = {}
+_continued = process.continued
 """The directories that this process continues, by those in which it would have started them."""
 
 

@@ -13,6 +13,7 @@ from lightning_faulttolerant.checkpoint.store import is_url
 from lightning_faulttolerant.errors import FingerprintMismatchError
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
 from lightning_faulttolerant.trainer.choice import Choice
+from lightning_faulttolerant.trainer.process import has_told
 from lightning_faulttolerant.trainer.runs.matching import Match
 from lightning_faulttolerant.trainer.runs.places import registry_of_process
 from lightning_faulttolerant.trainer.runs.recorded import autosaves_of, read_record
@@ -21,7 +22,6 @@ from lightning_faulttolerant.trainer.telling import tell
 
 _PROGRAM = "lightning-faulttolerant"
 _MAX_LINES = 3
-_has_told: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,15 +67,15 @@ def tell_passed_over(match: Match, *, run_id: str) -> None:
         match: What was found.
         run_id: Of this run.
     """
-    if match.is_guess and "guess" not in _has_told:
-        _has_told.add("guess")
+    if match.is_guess and "guess" not in has_told:
+        has_told.add("guess")
         tell(
             "This trial starts from the beginning: nothing tells it from other trials of this sweep. Give each"
             ' a callback FaultTolerance(run_id=f"trial-{trial.number}"), so that an interrupted one continues.'
         )
-    if not match.passed_over or run_id in _has_told:
+    if not match.passed_over or run_id in has_told:
         return
-    _has_told.add(run_id)
+    has_told.add(run_id)
     number, lines = next(iter(match.passed_over.items()))
     what = "; ".join(lines[:_MAX_LINES]) or "its initial weights"
     tell(f"This fit starts from the beginning. It is not fit {number} of {run_id}, which was interrupted: {what}.")

@@ -1,0 +1,103 @@
+"""Base classes that are Lightning's in both of its packages: their subclasses work in a Trainer of either.
+
+A package's own class becomes a base as soon as the package is imported, before or after ours. Neither is imported for
+it: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABCMeta
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PREFIXES = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO as _LightningsIO
+    from lightning.pytorch import Callback as _LightningsCallback
+    from lightning_fabric.plugins import CheckpointIO as _OthersIO
+    from pytorch_lightning import Callback as _OthersCallback
+
+    class AnyCallback(_LightningsCallback, _OthersCallback):  # type: ignore[misc]  # each hook has its own Trainer
+        """A callback for a Trainer of either package."""
+
+    class AnyCheckpointIO(_LightningsIO, _OthersIO):
+        """A ``CheckpointIO`` for a Trainer of either package."""
+
+else:
+
+    class _Python:
+        """Something to derive from: the bases of a class that derives from ``object`` alone can't be changed."""
+
+    class AnyCallback(_Python):
+        """A callback for a Trainer of either package."""
+
+    class AnyCheckpointIO(_Python, metaclass=ABCMeta):
+        """A ``CheckpointIO`` for a Trainer of either package."""
+
+
+# By the module that defines it, a class of Lightning's, and that of ours which derives from it.
+_BASES: dict[str, tuple[str, type]] = {
+    "lightning.pytorch.callbacks.callback": ("Callback", AnyCallback),
+    "pytorch_lightning.callbacks.callback": ("Callback", AnyCallback),
+    "lightning.fabric.plugins.io.checkpoint_io": ("CheckpointIO", AnyCheckpointIO),
+    "lightning_fabric.plugins.io.checkpoint_io": ("CheckpointIO", AnyCheckpointIO),
+}
+
+
+def names_of_hooks() -> set[str]:
+    """Return the names of all that a callback has from Lightning."""
+    return {name for base in AnyCallback.__bases__ for name in dir(base)}
+
+
+def is_empty_hook(function: Any, name: str) -> bool:
+    """Return whether `function` is what every callback has as its hook `name`, in one of the packages."""
+    return any(function is getattr(base, name, None) for base in AnyCallback.__bases__)
+
+
+def is_lightnings(module: str | None) -> bool:
+    """Return whether a module, by its name, is one of Lightning's, in one of its packages."""
+    return (module or "").startswith(_PREFIXES)
+
+
+def _derive(module: ModuleType) -> None:
+    name, ours = _BASES[module.__name__]
+    base = getattr(module, name, None)
+    if base is not None and base not in ours.__bases__:
+        ours.__bases__ = (*ours.__bases__, base)
+
+
+class _Watch(MetaPathFinder):
+    """Lets our classes derive from one of Lightning's when the module that defines it has been loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _BASES:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
+        if spec is not None and spec.loader is not None:
+            _then_derive(spec.loader)
+        return spec
+
+
+def _then_derive(loader: Any) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _derive(module)
+
+    loader.exec_module = exec_module
+
+
+sys.meta_path.insert(0, _Watch())
+for _name in _BASES:
+    if _name in sys.modules:
+        _derive(sys.modules[_name])

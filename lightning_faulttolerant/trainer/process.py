@@ -1,0 +1,34 @@
+"""What this process keeps of all its fits, whichever package their Trainers come from."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Registered = tuple[Callable[[], Any], Callable[[Any], object]]
+"""The functions that return a state, and that restore it."""
+
+OBJECTS = "objects"
+"""The part of the state in which the user's own objects are."""
+
+IMPORTED_AT = time.time()
+"""When the callback was imported, seconds since 1970."""
+
+num_fits: dict[int, int] = {}
+"""How many fits there were, by process: one that is forked begins anew."""
+
+continued: dict[str, str] = {}
+"""By the directory that a run would have, the one that it continues in."""
+
+has_told: set[str] = set()
+"""What is said once."""
+
+left_out: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Callbacks that are no part of a run."""
+
+
+def leave_out(callbacks: Iterable[Any]) -> None:
+    """Let what these keep be no part of a run: they count what happens in one process."""
+    left_out.update(callbacks)

@@ -1,0 +1,117 @@
+"""What a `Recorder` needs to know of one of Lightning's packages: a logger, and what a fit leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, ThroughputMonitor, Timer
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from lightning_faulttolerant.state.generators import HeldGenerators
+from lightning_faulttolerant.state.metrics import metrics_state
+from lightning_faulttolerant.state.tensors import flags_state
+from lightning_faulttolerant.trainer import compat
+from lightning_faulttolerant.trainer.adapters.state import callbacks_state
+from lightning_faulttolerant.trainer.capture import named_callbacks
+from lightning_faulttolerant.trainer.ledger.digests import (
+    digest,
+    exact,
+    learning_rates,
+    optimizers_digest,
+    weights_digest,
+)
+from lightning_faulttolerant.trainer.logged.compat import logger_connector_state
+from lightning_faulttolerant.trainer.recorder import Recorder
+
+
+def batch_event(trainer: Trainer, batch: Any, batch_idx: int) -> dict[str, Any]:
+    """Return the contents of a batch, and the metrics that the trainer shows before it."""
+    fetches = compat.step_fetches(trainer)  # then Lightning gives the batch of the step before
+    place = compat.num_completed(trainer) if fetches else batch_idx
+    content = None if fetches else digest(batch)
+    # Not by `trainer.callback_metrics`, which computes and changes what it shows.
+    shown = digest(logger_connector_state(trainer)["metrics"])
+    return {"epoch": trainer.current_epoch, "batch": place, "content": content, "shown": shown}
+
+
+def step_event(trainer: Trainer, outputs: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
+    """Return the loss of a step, and the learning rates after it."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    rates = learning_rates(trainer)
+    fetched = {"content": digest(batch)} if compat.step_fetches(trainer) else {}
+    place = {"epoch": trainer.current_epoch, "batch": batch_idx}
+    return {**place, "loss": exact(loss), "learning_rates": rates, **fetched}
+
+
+def shown_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return the metrics that callbacks see."""
+    return {name: exact(value) for name, value in sorted(trainer.callback_metrics.items())}
+
+
+def listen(trainer: Trainer, recorder: Recorder) -> None:
+    """Let `recorder` receive what loggers do."""
+    if not any(isinstance(logger, RecordingLogger) for logger in trainer.loggers):
+        trainer.loggers = [*trainer.loggers, RecordingLogger(recorder)]
+
+
+class RecordingLogger(Logger):
+    """Records what loggers receive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    @property
+    def name(self) -> str:
+        """Give the logger's name."""
+        return "recording"
+
+    @property
+    def version(self) -> int:
+        """Give the logger's version."""
+        return 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record values with their step."""
+        self._recorder.write("log", step=step, metrics={name: exact(value) for name, value in metrics.items()})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Take no notice: hyperparameters are logged once per process."""
+
+
+def end_event(trainer: Trainer) -> dict[str, Any]:
+    """Return what a fit leaves behind: weights, optimizers, metrics, callbacks."""
+    module = trainer.lightning_module
+    states = {
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "held generators": HeldGenerators({"module": module, "loaders": compat.user_loaders(trainer)}).state_dict(),
+        "metric states": metrics_state(module),
+        "flags": flags_state(module),
+        "shown": logger_connector_state(trainer)["metrics"],
+        "trainer": [trainer.max_epochs, trainer.should_stop, trainer.accumulate_grad_batches, trainer.global_step],
+    }
+    return {
+        "metrics": shown_metrics(trainer),
+        "callbacks": _callbacks(trainer),
+        "weights": weights_digest(trainer),
+        "optimizers": optimizers_digest(trainer),
+        **{name: digest(state) for name, state in states.items()},
+    }
+
+
+def _callbacks(trainer: Trainer) -> dict[str, str]:
+    """Return a digest of each callback's state, of what it keeps besides, and of the modules that it holds."""
+    # Two tell the time, and checkpoint callbacks name files: both are other ones in every run.
+    differing = (Timer, ThroughputMonitor, Checkpoint)
+    compared = [c for c in compat.callbacks(trainer) if not isinstance(c, differing)]
+    kept = callbacks_state(trainer, named_callbacks(compat.callbacks(trainer)))
+    states = {}
+    for name, callback in named_callbacks(compared).items():
+        modules = {key: value.state_dict() for key, value in vars(callback).items() if isinstance(value, nn.Module)}
+        state = [callback.state_dict(), kept.get(name), modules]
+        if any(state):
+            states[name] = digest(state)
+    return states
