@@ -51,7 +51,7 @@ class StrikePlaces:
         def advance(*args: Any, **kwargs: Any) -> Any:
             place = (self._number, self._trainer.current_epoch, num_completed(self._trainer))
             autosaver = self._session.autosaver
-            if autosaver is not None and not autosaver.is_first:
+            if autosaver is not None and not autosaver.pace.is_first:
                 if place in self._saves:
                     autosaver.save_unless_saved(position_of(self._trainer, BOUNDARY))
                 if place in self._holds:
