@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
     "the checkpoint has no part of lightning_faulttolerant: order of samples, random generators, metrics and logged"
     " values of the epoch start anew, as Lightning does"

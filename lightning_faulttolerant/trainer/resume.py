@@ -34,7 +34,7 @@ from lightning_faulttolerant.trainer.progress_bar import above_the_bar, go_on_at
 from lightning_faulttolerant.trainer.ranks.elastic import Resized
 from lightning_faulttolerant.trainer.ranks.gather import FINGERPRINT, LIGHTNINGS, as_captured, kept_apart, state_of
 from lightning_faulttolerant.trainer.ranks.sharded import put_into
-from lightning_faulttolerant.trainer.report import NO_PART, ResumeReport, still_exact
+from lightning_faulttolerant.trainer.report import LIGHTNINGS_PARTS, NO_PART, ResumeReport, still_exact
 from lightning_faulttolerant.trainer.strategy import Loaders
 from lightning_faulttolerant.trainer.surroundings import surroundings
 from lightning_faulttolerant.trainer.telling import tell
@@ -42,8 +42,6 @@ from lightning_faulttolerant.trainer.trackers import loader_states
 from lightning_faulttolerant.trainer.trust import Trust
 
 _log = logging.getLogger(__name__)
-
-LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 
 
 class Resume:

@@ -37,8 +37,7 @@ from lightning_faulttolerant.trainer.worker_init import default_worker_init
 
 _log = logging.getLogger(__name__)
 
-TRAIN = "train"
-VALIDATION = "validation"
+TRAIN, VALIDATION = "train", "validation"
 
 
 class Loaders:
