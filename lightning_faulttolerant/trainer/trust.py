@@ -43,7 +43,7 @@ class Trust:
     def why_not(self, path: str) -> str | None:
         """Return why an autosave or a directory of them is not trusted, ``None`` if it is."""
         if self._options.trust_autosaves is not None:
-            return None if self._options.trust_autosaves else "trust_autosaves=False forbids it"
+            return None if self._options.trust_autosaves else "trust_autosaves forbids it"
         inside = os.path.join(local_path(path), METADATA_NAME)
         return why_not_trusted(inside if not is_url(path) and os.path.exists(inside) else path)
 
@@ -96,7 +96,7 @@ class Trust:
         text = _refusal(packed, reason)
         if self._options.strict:
             raise UnsafeCheckpointError(text)
-        _log.warning("%s\nBecause of strict=False the run is saved all the same: its next start needs the trust.", text)
+        _log.warning("%s\nAs strict is off, the run is saved all the same: its next start needs the trust.", text)
 
     def written(self, pool: Mapping[str, Any], path: str, *, is_first: bool) -> None:
         """Let nobody else write to an autosave that holds objects as bytes; show of the first that it can be loaded.

@@ -151,7 +151,7 @@ PASSING = [
 @pytest.mark.parametrize("value", PASSING, ids=repr)
 def test_time_and_process_id_are_found(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In seconds, milliseconds and nanoseconds; in text as a date with a time of day, or as a word."""
-    monkeypatch.setattr(hyperparameters, "_IMPORTED", NOW)
+    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
     assert is_passing(value, now=NOW)
 
 
@@ -176,7 +176,7 @@ COMMON = [
 @pytest.mark.parametrize("value", COMMON, ids=repr)
 def test_common_values_are_no_time(value: Any, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is told of seeds, sizes, rates, versions, names, and other days."""
-    monkeypatch.setattr(hyperparameters, "_IMPORTED", NOW)
+    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW)
     assert not is_passing(value, now=NOW)
 
 
@@ -189,7 +189,7 @@ def test_small_process_ids_are_not_looked_for(value: Any, monkeypatch: pytest.Mo
 
 def test_other_time_zone_and_midnight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The day of Greenwich counts, and that on which the process began."""
-    monkeypatch.setattr(hyperparameters, "_IMPORTED", NOW - 86_400)
+    monkeypatch.setattr(hyperparameters, "IMPORTED_AT", NOW - 86_400)
     there = datetime.fromtimestamp(NOW, timezone.utc)
     assert is_passing(f"{there:%Y-%m-%d %H:%M}", now=NOW)
     assert is_passing(f"{there - timedelta(days=1):%Y-%m-%d %H:%M}", now=NOW)

@@ -30,6 +30,7 @@ APART = {
     "ranks.watch._DIED": "never changes",
     "ranks.supported.REFUSED": "never changes, and holds classes of its package",
     "capture.PARTS": "never changes",
+    "experiments.experiments._ADVICE": "never changes",
     "hook_saves._PLACES": "never changes",
     "logged.compat._CONNECTOR": "never changes",
 }
@@ -111,8 +112,9 @@ def test_source_and_pickles_of_the_twin() -> None:
     assert len(TRANSLATION.translated(source).splitlines()) == len(source.splitlines())
 
 
-def test_compiled_code_is_cached_apart(tmp_path: Path) -> None:
+def test_compiled_code_is_cached_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin has compiled code of its own, beside that of the original, and it is read the second time."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     (tmp_path / "source.py").write_text("import one.part as part\nname = part.__name__\n")
     for name in ("one", "one.part", "other", "other.part", "made"):
         sys.modules[name] = ModuleType(name)

@@ -16,6 +16,7 @@ from lightning_faulttolerant.trainer.experiments import compat
 from lightning_faulttolerant.trainer.experiments.mlflow_points import MLflowPoints
 from lightning_faulttolerant.trainer.experiments.wandb_rows import WandbRows
 from lightning_faulttolerant.trainer.patches import Patches
+from lightning_faulttolerant.trainer.process import has_told
 from lightning_faulttolerant.trainer.telling import tell
 
 _RUNNING, _KILLED = "RUNNING", "KILLED"
@@ -26,8 +27,6 @@ _ADVICE = {
     "NeptuneLogger": "Give it run=neptune.init_run(with_id=...).",
     "LitLogger": "Give it a name.",
 }
-
-_told: set[type] = set()
 
 
 class _Follower(Protocol):
@@ -62,9 +61,10 @@ class Experiments:
             return
         for logger in self._trainer.loggers:
             advice = _advice(logger)
-            if advice is not None and type(logger) not in _told:
-                _told.add(type(logger))
-                tell(f"{type(logger).__qualname__} does not continue in its run after a restart. {advice}")
+            name = type(logger).__qualname__
+            if advice is not None and name not in has_told:
+                has_told.add(name)
+                tell(f"{name} does not continue in its run after a restart. {advice}")
 
     def resume(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Let each logger continue in its run; to be called before the loggers begin theirs.
