@@ -206,10 +206,14 @@ def _forget(command: Command) -> None:
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
-    for handler in (handler for logger in loggers for handler in logger.handlers):
-        if type(handler) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+    loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
+    for logger in loggers:
+        for handler in list(logger.handlers):
+            if logger is logging.root or type(handler).__module__.startswith("_pytest."):
+                logger.removeHandler(handler)  # one has a file, whose number belongs to another one from now on
+                _KEPT.append(handler)
+            elif type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)  # a test that has failed
     if threads := command.environment.get("OMP_NUM_THREADS"):

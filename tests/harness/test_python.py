@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -148,6 +149,20 @@ def test_what_runs_is_found(tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(found, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
+
+
+def test_nothing_of_this_process_is_written(tmp_path: Path) -> None:
+    """What pytest does with lines of the log writes nothing into a file that the forked process opens."""
+    assert not logging.getLogger("lightning.pytorch").propagate  # pytest has a handler there, too
+    text = """
+import logging
+files = [open(str(number), "w") for number in range(40)]
+for name in (None, "lightning.pytorch"):
+    logging.getLogger(name).error("said")
+"""
+    code, printed = run(["-c", text], tmp_path, forks=True)
+    assert (code, "said" in printed) == (0, True)
+    assert [number for number in range(40) if (tmp_path / str(number)).read_text()] == []
 
 
 def test_other_programs_are_started(tmp_path: Path) -> None:
