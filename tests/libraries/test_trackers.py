@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.libraries.started import PROTECTED, PYTHON
 from tests.libraries.wandb_server import wandb_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -58,6 +58,17 @@ trainer = Trainer(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=[F
 data = torch.randn(10, 4)
 trainer.fit(Net(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=5))
 """
+LOOK = """
+import json, sys
+from mlflow.tracking import MlflowClient
+
+client = MlflowClient(sys.argv[1])
+[run] = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+histories = {key: client.get_metric_history(run.info.run_id, key) for key in sorted(run.data.metrics)}
+points = {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
+print(json.dumps([run.info.status, run.info.run_name, run.data.params, points]))
+"""
+VARIABLES = {**PROTECTED, "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
 # A kill before W&B has sent anything, one after it has, a stop.
 FAULTS = ["9 3 0", "9 6 16", "15 8 0"]
 
@@ -66,13 +77,12 @@ def train(kind: str, directory: Path, faults: list[str], **environment: str) -> 
     """Run the script once for each fault, and once more; return what each process has printed."""
     script = directory / "train.py"
     script.write_text(SCRIPT)
-    variables = {"PL_FAULT_TOLERANT_TRAINING": "1", "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
     outputs = []
     for fault in [*faults, "0 -1 0"]:
         ended = subprocess.run(
-            [sys.executable, "train.py", kind],
+            [str(PYTHON), "train.py", kind],
             cwd=directory,
-            env={**os.environ, **variables, **environment, "FAULT": fault},
+            env={**os.environ, **VARIABLES, **environment, "FAULT": fault},
             capture_output=True,
             text=True,
         )
@@ -90,7 +100,6 @@ def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
 
 def test_wandb_online(tmp_path: Path) -> None:
     """The server has one run, and each of its rows is the uninterrupted run's."""
-    pytest.importorskip("wandb")
     found = []
     for name, faults in (("whole", []), ("killed", FAULTS)):
         (tmp_path / name).mkdir()
@@ -104,37 +113,32 @@ def test_wandb_online(tmp_path: Path) -> None:
 
 def test_wandb_offline(tmp_path: Path) -> None:
     """Each start has a directory of its own with the same id, and `wandb sync` makes one run of them."""
-    pytest.importorskip("wandb")
     outputs = train("offline", tmp_path, ["15 3 0", "15 8 0"])
     assert "W&B is offline" in outputs[-1]
     directories = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({path.name.rpartition("-")[2] for path in directories}) == 1
     assert len(directories) == 3
     with wandb_server() as server:
-        command = [str(Path(sys.executable).with_name("wandb")), "sync", "--yes", *map(str, directories)]
-        subprocess.run(command, env={**os.environ, **server.environment}, check=True, capture_output=True)
+        command = [str(PYTHON.with_name("wandb")), "sync", "--yes", *map(str, directories)]
+        subprocess.run(command, cwd=tmp_path, env={**os.environ, **server.environment}, check=True, capture_output=True)
         [run] = server.runs.values()
     steps = [row["trainer/global_step"] for row in run["rows"] if "loss" in row]
     assert steps == list(range(10))  # stops are saved in time
 
 
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # mlflow's own models
-@pytest.mark.parametrize("kind", ["file", "sqlite"])
-def test_mlflow(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("uri", ["file:mlruns", "sqlite:///mlflow.db"])
+def test_mlflow(uri: str, tmp_path: Path) -> None:
     """The store has one run, finished, with the points of the uninterrupted one."""
-    tracking = pytest.importorskip("mlflow.tracking")
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     found = []
     for name, faults in (("whole", []), ("killed", ["9 3 0", "9 6 0", "15 8 0"])):
-        directory = tmp_path / name
-        directory.mkdir()
-        train(kind, directory, faults)
-        uri = f"file:{directory / 'mlruns'}" if kind == "file" else f"sqlite:///{directory / 'mlflow.db'}"
-        client = tracking.MlflowClient(uri)
-        [run] = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-        histories = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-        points = {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
-        found.append((run.info.status, run.info.run_name, dict(run.data.params), points))
-    assert json.dumps(found[1]) == json.dumps(found[0])
-    assert found[0][0] == "FINISHED"
-    assert len(found[0][3]["loss"]) == 10
+        (tmp_path / name).mkdir()
+        train(uri.partition(":")[0], tmp_path / name, faults)
+        command = [str(PYTHON), "-c", LOOK, uri]
+        looked = subprocess.run(
+            command, cwd=tmp_path / name, env={**os.environ, **VARIABLES}, check=True, capture_output=True, text=True
+        )
+        found.append(json.loads(looked.stdout))
+    assert found[1] == found[0]
+    status, _, _, points = found[0]
+    assert status == "FINISHED"
+    assert len(points["loss"]) == 10

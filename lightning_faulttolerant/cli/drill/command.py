@@ -41,10 +41,10 @@ run id of its own, also where the script gives one, so that nothing of a run of 
 """
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 EPILOG = """\
-A strike comes only where an autosave with progress is verified, so that each restart has something to go on from.
+Its processes save before a strike that is due and wait for it, so that each restart has something to continue from.
 
-Exit status: 0 exact, 1 the runs differ (or a restart failed, or began anew), 2 could not be judged: the script fails by
-itself or is not deterministic, too few strikes came, wrong usage.
+Exit status: 0 exact, 1 the runs differ (or a restart failed, was refused, or started over), 2 could not be judged: the
+script fails by itself or is not deterministic, no strike came, wrong usage.
 """
 
 
@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_at_least_1,
         nargs="+",
         default=[],
-        help="strike at these training batches of the whole run, not at random ones; counted from 0, at the earliest 1",
+        help="strike exactly before these training batches of the whole run, not at random ones; counted from 0, at the"
+        " earliest 1",
     )
     parser.add_argument("--check", action="store_true", help="first run it uninterrupted twice: is it deterministic?")
     parser.add_argument(

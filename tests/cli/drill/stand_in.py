@@ -144,6 +144,8 @@ class Training:
 
     def wait_to_be_seen(self, num_done: int) -> None:
         """Wait until the drill knows that so many batches are done."""
+        if self.arguments.heeds:
+            return  # it is as fast as it can be
         seen = Path(self.arguments.directory).parent / "seen"
         while seen.exists() and not self.arguments.stop and not self.arguments.silent:
             number = seen.read_text()
