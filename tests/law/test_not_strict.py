@@ -121,7 +121,7 @@ def test_the_same_is_an_error_if_strict(tmp_path: Path) -> None:
 
     def main(*faults: Any) -> None:
         ours = FaultTolerance(tmp_path, run_id="run", every_n_train_steps=1)
-        train = DataLoader(NoisyDataset(), batch_sampler=Lost(), num_workers=2)
+        train = DataLoader(NoisyDataset(), batch_sampler=Lost())
         fit_net([ours, *faults], tmp_path, train=train, max_epochs=1)
 
     assert run(lambda: main(KillAt(3))).exit_code == -signal.SIGKILL
