@@ -352,15 +352,11 @@ def _too_few(settings: DrillSettings) -> Cause:
     if settings.kind == EXCEPTION:
         text = "A strike counts only if an autosave with progress was there before it, and the run has ended by itself."
     else:
-        text = "The drill strikes only where an autosave with progress is verified, and the run ended before that."
+        text = "The drill strikes only where an autosave with progress is verified. It asks each process to write one."
     return Cause(
         part="too few autosaves",
         text=text,
-        advice=(
-            "Let the script save more often: FaultTolerance(every_n_train_steps=...), or where it has no callback,"
-            ' PL_FAULT_TOLERANT_OPTIONS="every_n_train_steps=...".',
-            "Let the run be longer, or ask for fewer strikes with --kills.",
-        ),
+        advice=("A run of one batch can't be struck: let it be longer.",),
     )
 
 
