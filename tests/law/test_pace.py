@@ -119,7 +119,7 @@ def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path:
 
     ended = run(
         lambda: fit_eight(
-            [protected(strict=False), KillAt(1)], first, train=DataLoader(NoisyDataset(40), 4, shuffle=True)
+            [protected(strict=False), KillAt(0)], first, train=DataLoader(NoisyDataset(40), 4, shuffle=True)
         ),
         seed=5,
     )
