@@ -297,6 +297,7 @@ ARGUMENTS: dict[str, Sequence[tuple[str, Any]]] = {
     "elastic": [("true", True)],
     "worker_rng": [("per_sample", "per_sample")],
     "ignore_hyperparameters": [("[run_name, optimizer.start_time]", ("run_name", "optimizer.start_time"))],
+    "trust_autosaves": [("true", True), ("false", False), ("null", None)],
     "ledger": [("/here/ledger", "/here/ledger"), ("null", None)],
 }
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":
         ]
     )
     dataset = CacheDataset(images, transform, progress=False)
-    loader = ThreadDataLoader(dataset, batch_size=4, shuffle=True, num_workers=0, buffer_size=2)
+    loader = ThreadDataLoader(dataset, batch_size=4, shuffle=True, num_workers=1, buffer_size=2)
     model = Net()
     trainer = pl.Trainer(max_epochs=3, accelerator="cpu", enable_progress_bar=False, logger=False)
     trainer.fit(model, loader)
