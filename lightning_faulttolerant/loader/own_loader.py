@@ -21,6 +21,7 @@ from lightning_faulttolerant.loader.index_record import Moment
 from lightning_faulttolerant.loader.plain_state import has_state_methods, state_of, what_is_not_plain
 from lightning_faulttolerant.loader.sample_digest import sample_digest
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.loader.whole_loader import WholeLoader
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
@@ -66,7 +67,7 @@ class OwnIteration:
     fetches: deque[tuple[int, Fetch]] = field(default_factory=lambda: deque(maxlen=_KEPT_FETCHES))
 
 
-class OwnLoader:
+class OwnLoader(WholeLoader):
     """Follows a loader that keeps a state of its own through its iterations.
 
     Args:
@@ -74,23 +75,14 @@ class OwnLoader:
         place: Which of the trainer's it is.
     """
 
-    num_workers = 0
-    num_handed_out = 0
-    is_gone = False
-
     def __init__(self, loader: Any, *, place: str = "") -> None:
-        self.loader = loader
-        self.place = place
+        super().__init__(loader, place=place)
         self._user_class = type(loader)
         self._plan: Mapping[str, Any] | None = None
         self.strict = True
         self.not_exact: list[str] = []
-        self.is_followed: Callable[[], bool] = lambda: True
-        self.is_held_back: Callable[[], bool] = lambda: False
-        self.on_first_batch: Callable[[], None] = lambda: None
         self.iteration: OwnIteration | None = None
         self.held = HeldGenerators({"loader": loader})
-        self.followed = loader
 
     def follow(self) -> None:
         """Let the loader's iterations be seen here: until `leave`, it is of a class derived from its own."""
@@ -100,12 +92,7 @@ class OwnLoader:
         """Give the loader its own class back."""
         swap(self.loader, self._user_class)
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make the user's iterator for a new iteration, resumed where `load_state_dict` said so."""
-        if not self.is_followed():
-            return make_iterator()
-        if self.is_held_back():
-            return iter(())
+    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         plan, self._plan = self._plan, None
         if plan is None or plan["start"] is None:
             if plan is not None:
@@ -182,12 +169,6 @@ class OwnLoader:
         """Return nothing: its state carries it."""
         return []
 
-    def close_workers(self) -> None:
-        """Do nothing: workers that the user's loader may have are its own affair."""
-
-    def release_workers(self) -> None:
-        """Do nothing, likewise."""
-
     def _now(self) -> Fetch:
         return Fetch(state=state_of(self.loader), moment=self._moment())
 
@@ -207,22 +188,15 @@ class _Batches(Iterator[Any]):
         self._batches = batches
         self._tracker = tracker
         self._iteration = iteration
-        self._before_first: Callable[[], None] | None = tracker.on_first_batch
-
-    def __next__(self) -> Any:
-        if self._before_first is not None:
-            before_first, self._before_first = self._before_first, None
-            before_first()
-        return self._fetched()
 
     def draw_again(self) -> int | None:
         """Draw the batch that was used last; return its digest."""
         try:
-            return sample_digest(self._fetched())
+            return sample_digest(next(self))
         except StopIteration:
             return None
 
-    def _fetched(self) -> Any:
+    def __next__(self) -> Any:
         fetch = self._tracker.note_fetch(self._iteration)
         batch = next(self._batches)
         fetch.digest = sample_digest(batch)

@@ -14,6 +14,7 @@ from lightning_faulttolerant.loader.live_objects import torch_loaders_in
 from lightning_faulttolerant.loader.own_iter import takes_each_batch_alone
 from lightning_faulttolerant.loader.replayer import ReplayedIteration, Replayer
 from lightning_faulttolerant.loader.tracked_class import is_resumable, keeps_own_position
+from lightning_faulttolerant.loader.whole_loader import WholeLoader
 from lightning_faulttolerant.state.generators import HeldGenerators
 
 
@@ -33,7 +34,7 @@ def why_not_replayed(loader: Any) -> str | None:
     return None
 
 
-class ReplayedLoader:
+class ReplayedLoader(WholeLoader):
     """Follows any iterable through its iterations.
 
     Args:
@@ -41,18 +42,8 @@ class ReplayedLoader:
         place: Which of the trainer's it is.
     """
 
-    num_workers = 0
-    num_handed_out = 0
-    is_gone = False
-
     def __init__(self, loader: Any, *, place: str = "") -> None:
-        self.loader = loader
-        self.place = place
-        self.followed = loader
-        """What the trainer is to iterate over."""
-        self.is_followed: Callable[[], bool] = lambda: True
-        self.is_held_back: Callable[[], bool] = lambda: False
-        self.on_first_batch: Callable[[], None] = lambda: None
+        super().__init__(loader, place=place)
         kind: Any = type(loader)
         self._user_class = kind.__base__ if hasattr(kind, REPLAYED) else kind
         self._is_swapped = False
@@ -114,13 +105,8 @@ class ReplayedLoader:
         made: Iterator[Any] = iter(self.loader) if own is None else own(self.loader)
         return made
 
-    def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin an iteration, or continue with the one that was resumed."""
-        if not self.is_followed():
-            return make_iterator()
-        if self.is_held_back():
-            return iter(())
-        return _Announced(self.replayer.iterate(make_iterator), self.on_first_batch)
+    def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        return self.replayer.iterate(make_iterator)
 
     def state_dict(self, consumed: int | None, iteration: ReplayedIteration | None = None) -> dict[str, Any]:
         """Return the position, as `Replayer.state_dict` does."""
@@ -133,26 +119,6 @@ class ReplayedLoader:
     def replayed(self) -> list[Any]:
         """Return the loader, and the iterators and the like in it, which a replay makes again."""
         return [self.loader, *self.replayer.live()]
-
-    def close_workers(self) -> None:
-        """Do nothing: workers that the user's loader may have are its own affair."""
-
-    def release_workers(self) -> None:
-        """Do nothing, likewise."""
-
-
-class _Announced(Iterator[Any]):
-    """Says that the first batch is asked for, right before it is."""
-
-    def __init__(self, batches: Iterator[Any], before_first: Callable[[], None]) -> None:
-        self._batches = batches
-        self._before_first: Callable[[], None] | None = before_first
-
-    def __next__(self) -> Any:
-        if self._before_first is not None:
-            before_first, self._before_first = self._before_first, None
-            before_first()
-        return next(self._batches)
 
 
 class _StandIn:

@@ -10,7 +10,7 @@ import pathlib
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -100,21 +100,27 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[bytes | memoryview]:
     elif tensor.dtype not in _PLAIN_DTYPES:
         yield repr(tensor.cpu().reshape(-1).tolist()).encode()
     else:
-        yield from _of_numbers(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8))
+        content = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if content.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
+            content = content.clone()
+        yield from _of_numbers(content, torch.int64, lambda part: tensor_to_blob(part.cpu()))
 
 
-def _of_numbers(content: torch.Tensor) -> Iterator[bytes]:
-    """Return the bytes, or, of many, sums of them: a change of any of them changes one, at the speed of memory."""
+def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> Iterator[bytes]:
+    """Return the bytes, or, of many, sums of them: a change of any of them changes one, at the speed of memory.
+
+    Args:
+        content: The bytes, a tensor or an array.
+        word: The type of whole numbers of 8 bytes.
+        bytes_of: Returns the bytes of a tensor or an array.
+    """
     if len(content) > _SMALL_BYTES:
         num_words = len(content) // (_NUM_SUMS * _WORD_BYTES) * _NUM_SUMS
-        head = content[: num_words * _WORD_BYTES]
-        if head.data_ptr() % _WORD_BYTES:  # a part of a larger tensor
-            head = head.clone()
-        words = head.view(torch.int64).reshape(_NUM_SUMS, -1)
-        yield tensor_to_blob(words.sum(1).cpu())
-        yield tensor_to_blob(words[:, 0].cpu())
+        words = content[: num_words * _WORD_BYTES].view(word).reshape(_NUM_SUMS, -1)
+        yield bytes_of(words.sum(1))
+        yield bytes_of(words[:, 0])
         content = content[num_words * _WORD_BYTES :]
-    yield tensor_to_blob(content.cpu())
+    yield bytes_of(content)
 
 
 def _of_array(array: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
@@ -125,10 +131,4 @@ def _of_array(array: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
             yield from _parts(child, seen)
         return
     content = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-    if content.nbytes > _SMALL_BYTES:
-        num_words = content.nbytes // (_NUM_SUMS * _WORD_BYTES) * _NUM_SUMS
-        words = content[: num_words * _WORD_BYTES].view(numpy.int64).reshape(_NUM_SUMS, -1)
-        yield words.sum(1).tobytes()
-        yield words[:, 0].tobytes()
-        content = content[num_words * _WORD_BYTES :]
-    yield content.tobytes()
+    yield from _of_numbers(content, numpy.int64, numpy.ndarray.tobytes)

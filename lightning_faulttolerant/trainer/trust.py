@@ -51,9 +51,13 @@ class Trust:
         """Return whether what is written there is trusted now."""
         if series is None:
             return False
-        if not is_url(series.directory):
-            os.makedirs(local_path(series.directory), exist_ok=True)
-        return self.why_not(os.fspath(series.directory)) is None
+        return self._why_not_in(os.fspath(series.directory)) is None
+
+    def _why_not_in(self, directory: str) -> str | None:
+        """Return why a directory of autosaves, which is made if it is not there, is not trusted."""
+        if not is_url(directory):
+            os.makedirs(local_path(directory), exist_ok=True)
+        return self.why_not(directory)
 
     def unpickled(self, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         """Return the state of a rank with the objects that its object state holds as bytes.
@@ -88,9 +92,7 @@ class Trust:
         if not new:
             return
         self._known |= new
-        if not is_url(directory):
-            os.makedirs(local_path(directory), exist_ok=True)
-        reason = self.why_not(directory)
+        reason = self._why_not_in(directory)
         if reason is None:
             return
         text = _refusal(packed, reason)
