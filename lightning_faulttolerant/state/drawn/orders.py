@@ -49,7 +49,7 @@ def is_ordered(value: Any) -> bool:
 def digest(value: Any) -> str:
     """Return what differs where the elements or their order do; of a long list up to 1,024 elements are looked at.
 
-    A UUID that a mapping holds counts as any other one: libraries draw them anew in each process, to name objects.
+    A UUID that a mapping holds counts as any other one: libraries draw new ones in each process, to name objects.
 
     Raises:
         NotPlainError: If an element is not plain.

@@ -169,7 +169,7 @@ def test_texts_tell_values_apart() -> None:
     assert text_of(float("nan")) == text_of(float("nan"))
 
 
-def test_names_that_are_drawn_anew() -> None:
+def test_names_that_are_new_in_each_process() -> None:
     """A UUID in a mapping is another one in each process; in a list it is an element, and other texts always count."""
     one, other = ({"uuid": str(uuid.uuid4()), "key": uuid.uuid4(), "name": "a"} for _ in range(2))
     assert orders.digest(one) == orders.digest(other)
