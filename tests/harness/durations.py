@@ -53,7 +53,7 @@ class Reporter:
         if report.when == "call" or outcome in ("skipped", "error"):
             self._count(outcome)
         if report.failed:
-            self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s)")
+            self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s){_reason(report)}")
         if (
             report.when == "call"
             and report.passed
@@ -65,7 +65,7 @@ class Reporter:
         """Count a file that can't be imported."""
         if report.failed:
             self._count("error")
-            self._report.not_passed.append(report.nodeid)
+            self._report.not_passed.append(f"{report.nodeid}{_reason(report)}")
 
     def _count(self, outcome: str) -> None:
         self._report.outcomes[outcome] = self._report.outcomes.get(outcome, 0) + 1
@@ -73,6 +73,14 @@ class Reporter:
     def pytest_sessionfinish(self) -> None:
         """Write."""
         self._path.write_text(json.dumps(asdict(self._report)))
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the first line of what went wrong, and the place, for those who see nothing but the list."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return ""
+    return f": {crash.message.partition(chr(10))[0][:300]} ({Path(crash.path).name}:{crash.lineno})"
 
 
 def longest_first(files: Iterable[str], kind: str) -> list[str]:

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PYTHON = ROOT / ".venv-libraries" / "bin" / "python"
 PROTECTED = {"PL_FAULT_TOLERANT_TRAINING": "1"}
+IMPORTED_FROM = f"{HERE / 'environment'}{os.pathsep}{ROOT}"
+"""``PYTHONPATH`` of the scripts."""
 _RESULTS = frozenset({"elbo", "forecast", "history", "latent", "loss", "metrics", "params", "prediction", "predictions",
                       "results", "weights", "LSTM", "NHITS"})  # fmt: skip
 """The first word of each line that a script prints itself, after its training."""
@@ -58,7 +60,7 @@ class Script:
         self._directory.mkdir()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_"))}
         own = {
-            "PYTHONPATH": f"{HERE / 'environment'}{os.pathsep}{ROOT}",
+            "PYTHONPATH": IMPORTED_FROM,
             "OMP_NUM_THREADS": "1",
             "HOME": str(root),
             "PWD": str(self._directory),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.libraries.started import PROTECTED, PYTHON
+from tests.libraries.started import IMPORTED_FROM, PROTECTED, PYTHON
 from tests.libraries.wandb_server import wandb_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -66,9 +66,15 @@ client = MlflowClient(sys.argv[1])
 [run] = client.search_runs([client.get_experiment_by_name("e").experiment_id])
 histories = {key: client.get_metric_history(run.info.run_id, key) for key in sorted(run.data.metrics)}
 points = {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
-print(json.dumps([run.info.status, run.info.run_name, run.data.params, points]))
+print(json.dumps([run.info.status, run.data.params, points]))
 """
-VARIABLES = {**PROTECTED, "OMP_NUM_THREADS": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
+VARIABLES = {
+    **PROTECTED,
+    "PYTHONPATH": IMPORTED_FROM,
+    "RECORD": os.devnull,
+    "OMP_NUM_THREADS": "1",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
 # A kill before W&B has sent anything, one after it has, a stop.
 FAULTS = ["9 3 0", "9 6 16", "15 8 0"]
 
@@ -139,6 +145,6 @@ def test_mlflow(uri: str, tmp_path: Path) -> None:
         )
         found.append(json.loads(looked.stdout))
     assert found[1] == found[0]
-    status, _, _, points = found[0]
+    status, _, points = found[0]
     assert status == "FINISHED"
     assert len(points["loss"]) == 10

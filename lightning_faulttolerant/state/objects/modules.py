@@ -1,23 +1,40 @@
-"""The user's own modules: those whose files are neither Python's nor of an installed package."""
+"""The user's own modules: those whose files are neither Python's nor of an installed package.
+
+Globals that are no module's count as a module, while a function runs that has them: see `is_detached`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
-from lightning_faulttolerant.state.objects.users import global_path, is_users_module
+from lightning_faulttolerant.state.objects.users import global_path, is_detached, is_users_module
+
+_FIRST_COPY = 2
+
+
+class _Detached:
+    """What has the globals of a function for its attributes: the dict itself.
+
+    Args:
+        variables: The globals.
+    """
+
+    def __init__(self, variables: dict[str, Any]) -> None:
+        self.__dict__ = variables
 
 
 def users_namespaces() -> dict[str, Namespace]:
     """Return the globals of the user's modules, and the attributes of the classes that are made there, by name."""
     found: dict[str, Namespace] = {}
-    for name, module in _users_modules():
+    for name, module in _with_detached(_users_modules()):
         found[global_path(name)] = Namespace(owner=module)
         for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            if isinstance(value, type) and value.__module__ == vars(module).get("__name__"):
                 found[global_path(name, value.__qualname__)] = Namespace(owner=value)
     return found
 
@@ -25,6 +42,29 @@ def users_namespaces() -> dict[str, Namespace]:
 def users_variables() -> dict[str, Any]:
     """Return the same as mappings of names to values, as they are."""
     return {name: vars(namespace.owner) for name, namespace in users_namespaces().items()}
+
+
+def _with_detached(modules: list[tuple[str, types.ModuleType]]) -> Iterator[tuple[str, Any]]:
+    """Return modules, and the globals of the functions that run now and have some that are no module's."""
+    yield from modules
+    names = {name for name, _ in modules}
+    for variables in _detached():
+        own = str(variables.get("__name__"))
+        copies = (f"{own}~{number}" for number in itertools.count(_FIRST_COPY))
+        name = next(name for name in itertools.chain([own], copies) if name not in names)
+        names.add(name)
+        yield name, _Detached(variables)
+
+
+def _detached() -> list[dict[str, Any]]:
+    """Return such globals, those of the outermost function first."""
+    frame: types.FrameType | None = sys._getframe()
+    found: dict[int, dict[str, Any]] = {}
+    while frame is not None:
+        if id(frame.f_globals) not in found and is_detached(frame.f_globals):
+            found[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    return list(found.values())[::-1]
 
 
 _found: tuple[int, list[tuple[str, types.ModuleType]]] = (0, [])

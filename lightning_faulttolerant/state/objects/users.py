@@ -9,9 +9,12 @@ import site
 import sys
 import sysconfig
 import types
+from collections.abc import Mapping
 from typing import Any
 
 _OWN = "lightning_faulttolerant"
+_MAIN = "__main__"
+_FROM_CLOUDPICKLE = "<dynamic-code>"  # the file of all code, since cloudpickle 3.1.3
 _OWN_DIRECTORY = __file__.rpartition(f"{os.sep}{_OWN}{os.sep}")[0] + f"{os.sep}{_OWN}{os.sep}"
 # Before the names of modules: one may be called `module`, `trainer`, or `dataset`, as other objects are.
 _GLOBALS = "globals/"
@@ -29,42 +32,70 @@ def global_path(module_name: str, *names: str) -> str:
 
 def is_users(kind: type) -> bool:
     """Return whether a class is made in one of the user's modules."""
-    return _is_of_users_module(kind)
+    module = sys.modules.get(kind.__module__)
+    return module is None or is_users_module(module) or is_detached_class(kind)
 
 
 def is_users_function(function: types.FunctionType) -> bool:
     """Return whether a function is made in one of the user's modules."""
-    return _is_of_users_module(function)
+    module = sys.modules.get(function.__module__)
+    return module is None or is_users_module(module) or is_detached(function.__globals__)
 
 
 def is_users_frame(frame: types.FrameType) -> bool:
-    """Return whether the code that runs in a frame is of one of the user's modules."""
+    """Return whether the code that runs in a frame is the user's."""
     module = sys.modules.get(frame.f_globals.get("__name__", ""))
-    return module is None or is_users_module(module)
+    return module is None or is_users_module(module) or is_detached(frame.f_globals)
+
+
+def is_detached(variables: Mapping[str, Any]) -> bool:
+    """Return whether the globals of a function or of a frame are the user's, and no module's.
+
+    cloudpickle brings a script's functions to a worker with globals of their own: submitit, Ray, and loky run scripts
+    so, and `__main__` is the worker's. A profiler runs a script in globals of its own, too.
+    """
+    name = variables.get("__name__") or ""
+    module = sys.modules.get(name)
+    if module is not None and vars(module) is variables:
+        return False
+    path = variables.get("__file__")
+    if not isinstance(path, str):  # of a notebook
+        return bool(name == _MAIN)
+    return not is_installed(path) and not path.startswith(_OWN_DIRECTORY)
+
+
+def is_detached_class(kind: type) -> bool:
+    """Return whether a class is made in a script that is not the `__main__` of this process."""
+    main = sys.modules.get(_MAIN)
+    if kind.__module__ != _MAIN or main is None:
+        return False
+    return not is_users_module(main) and vars(main).get(kind.__qualname__.partition(".")[0]) is not kind
+
+
+def file_of(frame: types.FrameType) -> str:
+    """Return the file that the code of a frame is from, as far as that is known."""
+    file = frame.f_globals.get("__file__")
+    return file if frame.f_code.co_filename == _FROM_CLOUDPICKLE and file else frame.f_code.co_filename
 
 
 def is_users_file(path: str) -> bool:
     """Return whether a file is neither Python's, nor of an installed package, nor of this one."""
-    return not _is_installed(path) and not path.startswith(_OWN_DIRECTORY)
-
-
-def _is_of_users_module(part: Any) -> bool:
-    module = sys.modules.get(part.__module__)
-    return module is None or is_users_module(module)
+    return not is_installed(path) and not path.startswith(_OWN_DIRECTORY)
 
 
 def is_users_module(module: types.ModuleType) -> bool:
     """Return whether the file of a module is neither Python's nor of an installed package."""
     if module.__name__.partition(".")[0] == _OWN:
         return False
-    if module.__name__ == "__main__":
-        return not _is_installed(getattr(module, "__file__", None) or "")
+    if module.__name__ == _MAIN:
+        return not is_installed(getattr(module, "__file__", None) or "")
     path = getattr(module, "__file__", None)
-    return isinstance(path, str) and os.path.isabs(path) and not _is_installed(path)
+    return isinstance(path, str) and os.path.isabs(path) and not is_installed(path)
 
 
 @functools.lru_cache(maxsize=16_384)
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Return whether a file is Python's, or of an installed package."""
     return path.startswith(_installed()) or os.path.realpath(path).startswith(_installed())
 
 

@@ -28,7 +28,7 @@ from lightning_faulttolerant.state.objects.marks import (
 )
 from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.records import records_of
-from lightning_faulttolerant.state.objects.users import global_path, is_users, is_users_function
+from lightning_faulttolerant.state.objects.users import global_path, is_detached_class, is_users, is_users_function
 from lightning_faulttolerant.state.reachable import is_generator
 
 _log = logging.getLogger(__name__)
@@ -91,6 +91,8 @@ def graph_of(
             if isinstance(value, types.FunctionType) and is_users_function(value):
                 queue.extend(_of_function(graph, path, value))
             elif isinstance(value, type) and is_users(value):
+                if is_detached_class(value):  # it can't be found by its name
+                    graph.classes.setdefault(name_of(value), value)
                 queue.extend(_of_class(graph, value))
             continue
         graph.classes.setdefault(name_of(type(value)), type(value))

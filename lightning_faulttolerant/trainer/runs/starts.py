@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_faulttolerant.records.runs import RUN_ID_VARIABLE, Command
-from lightning_faulttolerant.state.objects.users import is_users_file
+from lightning_faulttolerant.state.objects.users import file_of, is_users_file
 
 # The task's number in a job array; a job's own id is another one each time it is submitted.
 _ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "LSB_JOBINDEX", "SGE_TASK_ID")
@@ -162,7 +162,7 @@ def _file_of_caller() -> str | None:
     """Return the script that a launcher runs a function of: the outermost file of the user's that leads here."""
     frame, found = inspect.currentframe(), None
     while frame is not None:
-        path = frame.f_code.co_filename
+        path = file_of(frame)
         if os.path.isfile(path) and is_users_file(path):
             found = path
         frame = frame.f_back

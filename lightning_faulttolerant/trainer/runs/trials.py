@@ -11,7 +11,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any
 
-from lightning_faulttolerant.state.objects.users import is_users_file
+from lightning_faulttolerant.state.objects.users import file_of, is_users_file
 from lightning_faulttolerant.trainer.runs import compat
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frames of their own before Python 3.12
@@ -63,7 +63,7 @@ def is_in_loop() -> bool:
 
     A `while` is how scripts try again.
     """
-    return any(_is_in_loop_of(frame) for frame in _frames() if is_users_file(frame.f_code.co_filename))
+    return any(_is_in_loop_of(frame) for frame in _frames() if is_users_file(file_of(frame)))
 
 
 def _frames() -> Iterator[FrameType]:
@@ -85,7 +85,7 @@ def _is_module(frame: FrameType) -> bool:
 def _is_in_loop_of(frame: FrameType) -> bool:
     if frame.f_code.co_name in _COMPREHENSIONS:
         return True
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    source = "".join(linecache.getlines(file_of(frame), frame.f_globals))
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -6,6 +6,7 @@ import random
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from lightning_faulttolerant.state.objects.kinds import Namespace
 from lightning_faulttolerant.state.objects.modules import users_namespaces, users_variables
 from lightning_faulttolerant.state.objects.object_state import ObjectState
-from lightning_faulttolerant.state.objects.users import is_users
+from lightning_faulttolerant.state.objects.users import is_users, is_users_function
 from lightning_faulttolerant.state.objects.walk import Rules
 
 LOSSES: list[float] = []
@@ -104,3 +105,65 @@ def test_sparse_tensors_in_a_worker() -> None:
     state = ObjectState({"holder": holder}, Rules(max_items=10))
     holder["step"] = 1
     assert [*state.changed] == ["holder"]
+
+
+def detached(source: str, **variables: Any) -> dict[str, Any]:
+    """Run a source in globals that are no module's."""
+    found: dict[str, Any] = {"__name__": "__main__", **variables}
+    exec(source, found)
+    return found
+
+
+class TestDetached:
+    """Globals that are no module's, as cloudpickle and profilers make them."""
+
+    SOURCE = "class Kind:\n    pass\nnumber = 1\ndef call(function):\n    return function()\n"
+
+    @pytest.fixture(autouse=True)
+    def launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let `__main__` be an installed file."""
+        main = types.ModuleType("__main__")
+        main.__file__ = pytest.__file__
+        monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def test_are_found_while_they_run(self) -> None:
+        """They count as a module, and what is set there is set in them; the second of a name has a name of its own."""
+        one, other = (detached(self.SOURCE, __file__=__file__) for _ in range(2))
+        assert "globals/__main__" not in users_namespaces()
+        found = one["call"](lambda: other["call"](users_namespaces))
+        assert found["globals/__main__"].attributes() == {"number": 1}
+        assert "globals/__main__.Kind" in found
+        found["globals/__main__"].owner.number = 2
+        found["globals/__main__~2"].owner.number = 3
+        assert (one["number"], other["number"]) == (2, 3)
+
+    def test_of_packages_are_not(self) -> None:
+        """What an installed file has for globals is not the user's, nor what has no file and another name."""
+        for variables in ({"__file__": pytest.__file__}, {"__name__": "generated"}):
+            found = detached(self.SOURCE, **variables)["call"](users_namespaces)
+            assert not {"globals/__main__", "globals/generated"} & found.keys()
+
+    def test_of_a_notebook_are(self) -> None:
+        """Without a file `__main__` is the user's."""
+        assert "globals/__main__" in detached(self.SOURCE)["call"](users_namespaces)
+
+    def test_classes_and_functions_are_the_users(self) -> None:
+        """Those that `__main__` does not have; those of a launcher are not."""
+        found = detached(self.SOURCE, __file__=__file__)
+        assert is_users(found["Kind"])
+        assert is_users_function(found["call"])
+        main = vars(sys.modules["__main__"])
+        exec(self.SOURCE, main)
+        assert not is_users(main["Kind"])
+        assert not is_users_function(main["call"])
+
+    def test_object_of_such_a_class_is_carried(self) -> None:
+        """One that is made in training is made again."""
+        found = detached(f"{self.SOURCE}kept = []", __file__=__file__)
+        spaces = found["call"](users_namespaces)
+        state = ObjectState({"globals/__main__": spaces["globals/__main__"]})
+        found["kept"].append(found["Kind"]())
+        packed = state.state_dict()
+        found["kept"].clear()
+        state.load_state_dict(packed)
+        assert type(found["kept"][0]) is found["Kind"]
