@@ -118,7 +118,7 @@ class LoaderObjects:
             self._shared: ObjectState = known._shared
             self._copied.add(roots)
         else:
-            self._copied = ObjectState({**roots, **users_namespaces()}, COPIES_RULES)
+            self._copied = ObjectState({**roots, **users_namespaces(roots)}, COPIES_RULES)
             self._shared = ObjectState(self._copied.things_of(is_shared))
 
     def of_start(self) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class TrackedLoader:
         self.num_workers = loader.num_workers
         self._plan: tuple[IndexPlan, list[WorkerState] | None, int] | None = None
         self._unused_state: dict[str, Any] | None = None
-        self._is_asked = False
-        self._is_taken = False
+        self._is_asked = self._is_taken = False
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
         self.is_held_back: Callable[[], bool] = lambda: False
@@ -78,7 +77,8 @@ class TrackedLoader:
         self._resumed_states: list[WorkerState] | None = None
         self.iteration: Iteration | None = None
         """The run over the loader that is under way."""
-        self.held = HeldGenerators({**{name: getattr(loader, name, None) for name in _HELD}, **users_variables()})
+        held = {name: getattr(loader, name, None) for name in _HELD}
+        self.held = HeldGenerators({**held, **users_variables(held)})
         is_iterable = isinstance(loader.dataset, IterableDataset)
         self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
         self.objects = LoaderObjects(loader, known=known)

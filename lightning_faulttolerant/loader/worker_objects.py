@@ -36,9 +36,10 @@ class WorkerObjects:
     """
 
     def __init__(self, *, dataset: Any, collate_fn: Any, worker_init_fn: Any) -> None:
-        roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, **users_namespaces()}
+        roots = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
         if not isinstance(dataset, IterableDataset):
             roots = {"dataset": dataset, **roots}
+        roots |= users_namespaces({"dataset": dataset, **roots})
         self._state = ObjectState(roots, replace(COPIES_RULES, max_items=_MAX_ITEMS))
         paths = [path for path in self._state.paths if not self._state.is_large(path)]
         paths.sort(key=is_global)  # the loader's own objects come first

@@ -161,11 +161,13 @@ class WorkerSide:
 
     def state_bytes(self, dataset: Any) -> int:
         """Return about how long a worker's state will be, from the main process's copy of the data set."""
-        held = HeldGenerators({"dataset": dataset, "collate_fn": self._collate_fn, **users_variables()})
+        roots = {"dataset": dataset, "collate_fn": self._collate_fn}
+        held = HeldGenerators({**roots, **users_variables(roots)})
         return len(_pack(held, dataset=dataset if self._has_state else None))
 
     def _roots(self) -> Mapping[str, Any]:
-        return {"dataset": self._dataset(), "collate_fn": self._collate_fn, **users_variables()}
+        roots = {"dataset": self._dataset(), "collate_fn": self._collate_fn}
+        return {**roots, **users_variables(roots)}
 
     def _dataset(self) -> Any:
         info = get_worker_info()

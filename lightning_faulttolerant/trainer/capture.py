@@ -112,17 +112,15 @@ class RunState:
         callbacks = named_callbacks(compat.callbacks(trainer))
         self.objects = Objects(trainer, loaders, callbacks, registered, manual=is_manual())
         self._buffers = kinds_of_buffers(trainer.lightning_module)
-        self._held = HeldGenerators(
-            {
-                "module": trainer.lightning_module,
-                "datamodule": compat.datamodule(trainer),
-                "loaders": loaders.untracked,
-                "callbacks": callbacks,
-                "optimizers": trainer.optimizers,
-                "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
-                **users_variables(),
-            }
-        )
+        roots = {
+            "module": trainer.lightning_module,
+            "datamodule": compat.datamodule(trainer),
+            "loaders": loaders.untracked,
+            "callbacks": callbacks,
+            "optimizers": trainer.optimizers,
+            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        }
+        self._held = HeldGenerators({**roots, **users_variables(roots)})
 
     def _refresh(self) -> None:
         """Look again for generators that objects have made since."""

@@ -279,7 +279,7 @@ class Objects:
         trainer, owners = self._trainer, self._owners()
         for owner in (owners["module"], owners["datamodule"]):
             getattr(owner, "hparams", None)  # they are made when they are first asked for: a save does so
-        return {
+        roots = {
             **owners,
             **{f"optimizers[{i}]": optimizer for i, optimizer in enumerate(trainer.optimizers)},
             **{f"loggers[{i}]": logger for i, logger in enumerate(trainer.loggers)},
@@ -288,8 +288,8 @@ class Objects:
             "trainer's own": Namespace(owner=trainer),
             _FIT_LOOP: Namespace(owner=trainer.fit_loop, names=_OF_FIT_LOOP),
             **_known_stores(),
-            **users_namespaces(),
         }
+        return {**roots, **users_namespaces(roots)}
 
 
 def _encoded(name: str, state_dict: Callable[[], Any], lost: dict[str, str]) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ _NUM_REFERENCES = 3  # to a snapshot: the frame's, a variable's of ours, and the
 def names_of_parts() -> dict[int, str]:
     """Return the names of the parts that the user's modules, or functions that are running, have in variables."""
     found: dict[int, str] = {}
-    for module, namespace in users_namespaces().items():
+    for module, namespace in users_namespaces({}).items():
         _note(found, module, namespace.attributes())
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:

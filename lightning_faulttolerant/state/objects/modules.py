@@ -1,6 +1,7 @@
 """The user's own modules: those whose files are neither Python's nor of an installed package.
 
-Globals that are no module's count as a module, while a function runs that has them: see `is_detached`.
+Globals that are no module's count as a module: those of the functions that are running, and of the classes of given
+objects. See `is_detached`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_faulttolerant.state.objects.kinds import Namespace
@@ -28,10 +29,14 @@ class _Detached:
         self.__dict__ = variables
 
 
-def users_namespaces() -> dict[str, Namespace]:
-    """Return the globals of the user's modules, and the attributes of the classes that are made there, by name."""
+def users_namespaces(roots: Mapping[str, Any]) -> dict[str, Namespace]:
+    """Return the globals of the user's modules, and the attributes of the classes that are made there, by name.
+
+    Args:
+        roots: Objects whose classes may have globals that are no module's, or mappings and sequences of such objects.
+    """
     found: dict[str, Namespace] = {}
-    for name, module in _with_detached(_users_modules()):
+    for name, module in _with_detached(_users_modules(), roots):
         found[global_path(name)] = Namespace(owner=module)
         for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == vars(module).get("__name__"):
@@ -39,16 +44,17 @@ def users_namespaces() -> dict[str, Namespace]:
     return found
 
 
-def users_variables() -> dict[str, Any]:
+def users_variables(roots: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same as mappings of names to values, as they are."""
-    return {name: vars(namespace.owner) for name, namespace in users_namespaces().items()}
+    return {name: vars(namespace.owner) for name, namespace in users_namespaces(roots).items()}
 
 
-def _with_detached(modules: list[tuple[str, types.ModuleType]]) -> Iterator[tuple[str, Any]]:
-    """Return modules, and the globals of the functions that run now and have some that are no module's."""
+def _with_detached(modules: list[tuple[str, types.ModuleType]], roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return modules, and globals that are no module's."""
     yield from modules
     names = {name for name, _ in modules}
-    for variables in _detached():
+    found = {id(variables): variables for variables in (*_of_frames(), *_of_classes(roots)) if is_detached(variables)}
+    for variables in found.values():
         own = str(variables.get("__name__"))
         copies = (f"{own}~{number}" for number in itertools.count(_FIRST_COPY))
         name = next(name for name in itertools.chain([own], copies) if name not in names)
@@ -56,15 +62,23 @@ def _with_detached(modules: list[tuple[str, types.ModuleType]]) -> Iterator[tupl
         yield name, _Detached(variables)
 
 
-def _detached() -> list[dict[str, Any]]:
-    """Return such globals, those of the outermost function first."""
+def _of_frames() -> list[dict[str, Any]]:
+    """Return the globals of the functions that are running, of the outermost first."""
     frame: types.FrameType | None = sys._getframe()
-    found: dict[int, dict[str, Any]] = {}
+    found = []
     while frame is not None:
-        if id(frame.f_globals) not in found and is_detached(frame.f_globals):
-            found[id(frame.f_globals)] = frame.f_globals
+        found.append(frame.f_globals)
         frame = frame.f_back
-    return list(found.values())[::-1]
+    return found[::-1]
+
+
+def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the globals of the functions of some objects' classes."""
+    for root in roots.values():
+        parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else [root]
+        for part in parts:
+            functions = [part, *(each for kind in type(part).__mro__ for each in vars(kind).values())]
+            yield from (each.__globals__ for each in functions if isinstance(each, types.FunctionType))
 
 
 _found: tuple[int, list[tuple[str, types.ModuleType]]] = (0, [])

@@ -32,17 +32,17 @@ HERE = f"globals/{__name__}"
 
 def test_globals_and_class_attributes() -> None:
     """Values of a user's module and of its classes are found; functions, classes, and modules are not."""
-    namespaces = users_namespaces()
+    namespaces = users_namespaces({})
     found = namespaces[HERE].attributes()
     assert {"LOSSES", "STEP"} <= found.keys()
     assert not {"Counter", "random", "test_globals_and_class_attributes", "__name__"} & found.keys()
     assert namespaces[f"{HERE}.Counter"].attributes() == {"count": 0}
-    assert users_variables()[HERE]["LOSSES"] is LOSSES
+    assert users_variables({})[HERE]["LOSSES"] is LOSSES
 
 
 def test_installed_modules_are_left_alone() -> None:
     """Python's modules, installed packages, and this package have no globals of the user's."""
-    names = {name.removeprefix("globals/").partition(".")[0] for name in users_namespaces()}
+    names = {name.removeprefix("globals/").partition(".")[0] for name in users_namespaces({})}
     assert "tests" in names
     assert not names & {"random", "torch", "lightning", "numpy", "pytest", "lightning_faulttolerant"}
     assert is_users(Counter)
@@ -56,14 +56,14 @@ def test_changes_are_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counter, "count", 0)
     monkeypatch.setattr(sys.modules[__name__], "LOSSES", [])
     names = (HERE, f"{HERE}.Counter")
-    state = ObjectState({name: users_namespaces()[name] for name in names})
+    state = ObjectState({name: users_namespaces({})[name] for name in names})
     global STEP
     STEP, Counter.count = 3, 4
     LOSSES.append(0.5)
     saved = state.state_dict()
     STEP, Counter.count = 0, 0
     LOSSES.clear()
-    assert ObjectState({name: users_namespaces()[name] for name in names}).load_state_dict(saved) == []
+    assert ObjectState({name: users_namespaces({})[name] for name in names}).load_state_dict(saved) == []
     assert (STEP, Counter.count, LOSSES) == (3, 4, [0.5])
 
 
@@ -73,7 +73,7 @@ def test_script_is_the_users(tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     try:
         __import__("own")
-        assert "globals/own" in users_namespaces()
+        assert "globals/own" in users_namespaces({})
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("own", None)
@@ -129,23 +129,32 @@ class TestDetached:
     def test_are_found_while_they_run(self) -> None:
         """They count as a module, and what is set there is set in them; the second of a name has a name of its own."""
         one, other = (detached(self.SOURCE, __file__=__file__) for _ in range(2))
-        assert "globals/__main__" not in users_namespaces()
-        found = one["call"](lambda: other["call"](users_namespaces))
+        assert "globals/__main__" not in users_namespaces({})
+        found = one["call"](lambda: other["call"](lambda: users_namespaces({})))
         assert found["globals/__main__"].attributes() == {"number": 1}
         assert "globals/__main__.Kind" in found
         found["globals/__main__"].owner.number = 2
         found["globals/__main__~2"].owner.number = 3
         assert (one["number"], other["number"]) == (2, 3)
 
+    def test_of_given_objects_are_found(self) -> None:
+        """Those of the methods of their classes, and of functions, though none of them is running."""
+        source = "class Kind:\n    def method(self): ...\nnumber = 1"
+        one, other = (detached(source, __file__=__file__) for _ in range(2))
+        found = users_namespaces({"module": one["Kind"](), "callbacks": [other["Kind"]()], "none": None})
+        assert [found[f"globals/__main__{copy}"].attributes() for copy in ("", "~2")] == [{"number": 1}] * 2
+        function = detached("def function(): ...\nnumber = 3", __file__=__file__)["function"]
+        assert users_namespaces({"function": function})["globals/__main__"].attributes() == {"number": 3}
+
     def test_of_packages_are_not(self) -> None:
         """What an installed file has for globals is not the user's, nor what has no file and another name."""
         for variables in ({"__file__": pytest.__file__}, {"__name__": "generated"}):
-            found = detached(self.SOURCE, **variables)["call"](users_namespaces)
+            found = detached(self.SOURCE, **variables)["call"](lambda: users_namespaces({}))
             assert not {"globals/__main__", "globals/generated"} & found.keys()
 
     def test_of_a_notebook_are(self) -> None:
         """Without a file `__main__` is the user's."""
-        assert "globals/__main__" in detached(self.SOURCE)["call"](users_namespaces)
+        assert "globals/__main__" in detached(self.SOURCE)["call"](lambda: users_namespaces({}))
 
     def test_classes_and_functions_are_the_users(self) -> None:
         """Those that `__main__` does not have; those of a launcher are not."""
@@ -160,7 +169,7 @@ class TestDetached:
     def test_object_of_such_a_class_is_carried(self) -> None:
         """One that is made in training is made again."""
         found = detached(f"{self.SOURCE}kept = []", __file__=__file__)
-        spaces = found["call"](users_namespaces)
+        spaces = found["call"](lambda: users_namespaces({}))
         state = ObjectState({"globals/__main__": spaces["globals/__main__"]})
         found["kept"].append(found["Kind"]())
         packed = state.state_dict()
