@@ -201,7 +201,8 @@ def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(t
     ended = run(lambda: fit_eight([protected(**BEHIND, **options), Notes(at=1)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 1
     assert "ZeroDivisionError: in the thread" in ended.output
-    assert "ZeroDivisionError: the last autosave stays, before batch 0 of epoch 0" in ended.output
+    # Time decides whether the last boundary was captured; then it is saved now.
+    assert re.search("ZeroDivisionError: (the last autosave stays|saved), ", ended.output), ended.output
     [num_batches] = told(tmp_path, "batches")
     assert num_batches < 100  # when the next save is due, long after the next boundary
     assert all(load_file(path) for path in autosaves(tmp_path))
