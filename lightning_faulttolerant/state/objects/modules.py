@@ -81,15 +81,16 @@ def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from (each.__globals__ for each in functions if isinstance(each, types.FunctionType))
 
 
-_found: tuple[int, list[tuple[str, types.ModuleType]]] = (0, [])
+_found: tuple[int, Any, list[tuple[str, types.ModuleType]]] = (0, None, [])
 
 
 def _users_modules() -> list[tuple[str, types.ModuleType]]:
     """Return them; there are thousands of modules, so they are only looked through when others were imported."""
     global _found
-    if _found[0] != len(sys.modules):
-        _found = (len(sys.modules), list(_search()))
-    return _found[1]
+    num_modules, main = len(sys.modules), sys.modules.get("__main__")
+    if _found[0] != num_modules or _found[1] is not main:
+        _found = (num_modules, main, list(_search()))
+    return _found[2]
 
 
 def _search() -> Iterator[tuple[str, types.ModuleType]]:
