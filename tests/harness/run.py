@@ -96,7 +96,10 @@ def _run_here(run: FileRun, options: list[str]) -> int:
     """Run a file in this process, which was forked for it, and return pytest's exit code."""
     os.setpgid(0, 0)
     # What a worker that is spawned imports first: not this module, which would take as long as all that it runs.
+    this = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
+    this.__name__ = "tests.harness.run"  # it has functions that are running, so that its globals are some module's
+    sys.modules[this.__name__] = this
     sys.argv = ["pytest"]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of packages that others depend on: a second a file
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
