@@ -97,7 +97,7 @@ def _run_here(run: FileRun, options: list[str]) -> int:
     os.setpgid(0, 0)
     # What a worker that is spawned imports first: not this module, which would take as long as all that it runs.
     this = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     this.__name__ = "tests.harness.run"  # it has functions that are running, so that its globals are some module's
     sys.modules[this.__name__] = this
     sys.argv = ["pytest"]

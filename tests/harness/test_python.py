@@ -131,6 +131,15 @@ def test_what_fails_in_a_test_is_not_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert run(["-c", "import sys; print(hasattr(sys, 'last_value'))"], tmp_path, forks=True) == (0, "False\n")
 
 
+def sessions(process_ids: list[int]) -> set[int]:
+    """Return the sessions of those processes that have not ended since."""
+    found = set()
+    for process_id in process_ids:
+        with contextlib.suppress(ProcessLookupError):
+            found.add(os.getsid(process_id))
+    return found
+
+
 def test_what_runs_is_found(tmp_path: Path) -> None:
     """A process, and what it has started in a session of its own, keep the mark open until they end."""
     sleep = "import time; time.sleep(60)"
@@ -141,7 +150,7 @@ def test_what_runs_is_found(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     process = python.Popen(command, output=tmp_path / "output", mark=mark)
     deadline = time.monotonic() + 20
-    while len({os.getsid(found) for found in python.marked(mark)}) < 2:
+    while len(sessions(python.marked(mark))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert process.pid in python.marked(mark)

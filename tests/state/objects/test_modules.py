@@ -124,7 +124,8 @@ class TestDetached:
         """Let `__main__` be an installed file."""
         main = types.ModuleType("__main__")
         main.__file__ = pytest.__file__
-        monkeypatch.setitem(sys.modules, "__main__", main)
+        for name in ("__main__", "__mp_main__"):
+            monkeypatch.setitem(sys.modules, name, main)
 
     def test_are_found_while_they_run(self) -> None:
         """They count as a module, and what is set there is set in them; the second of a name has a name of its own."""
