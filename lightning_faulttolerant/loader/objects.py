@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lightning_faulttolerant.loader.own_attributes import has_own_class, names_of_others
 from lightning_faulttolerant.state.objects.kinds import has_state_methods, is_shared
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.modules import users_namespaces
@@ -34,15 +35,16 @@ def goes_by_attributes(value: Any) -> bool:
 
 
 def _left_out(value: Any) -> Collection[str]:
-    return names_in_libraries(type(value))
+    return names_of_others(type(value)) if isinstance(value, DataLoader) else names_in_libraries(type(value))
 
 
 def _is_no_part(value: Any) -> bool:
-    return isinstance(value, (nn.Module, DataLoader)) or is_iterated(value) or is_shared(value)
+    is_torchs = isinstance(value, DataLoader) and not has_own_class(value)
+    return isinstance(value, nn.Module) or is_torchs or is_iterated(value) or is_shared(value)
 
 
 COPIES_RULES = Rules(is_live=_is_no_part, goes_by_attributes=goes_by_attributes, left_out=_left_out)
-"""Of what workers copy: modules and loaders are no part of it."""
+"""Of what workers copy: modules are no part of it, and of loaders only what a user's class adds to torch's."""
 _FED_RULES = Rules(
     is_live=lambda value: isinstance(value, DataLoader), goes_by_attributes=goes_by_attributes, left_out=_left_out
 )

@@ -68,7 +68,7 @@ def _forgets(definition: ast.FunctionDef, loop: ast.For) -> bool:
         return False
     # What it reads of itself are settings: a method, or a thing that can be called, may count.
     names = {argument.arg for argument in definition.args.args}
-    if any(isinstance(node, ast.Call) and _names_of(node.func, ast.Load) & names for node in nodes):
+    if any(isinstance(node, ast.Call) and _may_count(node, names) for node in nodes):
         return False
     if any(_keeps(node, names) for node in nodes):
         return False
@@ -87,6 +87,13 @@ _UNCLEAR = (
     ast.Global, ast.Nonlocal, ast.NamedExpr, ast.AugAssign, ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.Await,
     ast.Break, ast.Continue, ast.Return, ast.Delete, ast.With, ast.Try,
 )  # fmt: skip
+
+
+def _may_count(call: ast.Call, names: set[str]) -> bool:
+    """Return whether a call is of what `names` hold, or takes the next item of it."""
+    takes_next = isinstance(call.func, ast.Name) and call.func.id == "next"
+    parts = [call.func, *(call.args if takes_next else [])]
+    return any(_names_of(part, ast.Load) & names for part in parts)
 
 
 def _keeps(node: ast.AST, names: set[str]) -> bool:

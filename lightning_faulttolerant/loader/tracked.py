@@ -20,9 +20,10 @@ from lightning_faulttolerant.loader.dealt import Deal
 from lightning_faulttolerant.loader.foreign import ForeignEpochs
 from lightning_faulttolerant.loader.index_record import IndexPlan, birth_plan, plan_from_state, record_state
 from lightning_faulttolerant.loader.index_side import IndexSide
-from lightning_faulttolerant.loader.iterable import IterableSide, Position, between
+from lightning_faulttolerant.loader.iterable import IterableSide, between
 from lightning_faulttolerant.loader.iteration import CountedBatches, Iteration, starts_fresh, worker_states
 from lightning_faulttolerant.loader.objects import LoaderObjects
+from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_position import forget_own_position, stateful_dataset
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.plain_state import state_of
@@ -30,7 +31,7 @@ from lightning_faulttolerant.loader.resized import DEAL, planned, with_other_wor
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.seeded import SeededSamples
 from lightning_faulttolerant.loader.streamed import StreamedEpochs
-from lightning_faulttolerant.loader.tracked_class import TRACKER, tracked_class
+from lightning_faulttolerant.loader.tracked_class import tracked_class
 from lightning_faulttolerant.loader.turns import counts_at, counts_now
 from lightning_faulttolerant.loader.worker_side import WorkerSide, WorkerState, worker_side_of
 from lightning_faulttolerant.state.generators import HeldGenerators
@@ -77,8 +78,8 @@ class TrackedLoader:
         self._resumed_states: list[WorkerState] | None = None
         self.iteration: Iteration | None = None
         """The run over the loader that is under way."""
-        held = {name: getattr(loader, name, None) for name in _HELD}
-        self.held = HeldGenerators({**held, **users_variables(held)})
+        parts = {name: getattr(loader, name, None) for name in _HELD}
+        self.held = HeldGenerators({**parts, **users_variables(parts)})
         is_iterable = isinstance(loader.dataset, IterableDataset)
         self._streamed, self._foreign = StreamedEpochs(loader), ForeignEpochs(loader)
         self.objects = LoaderObjects(loader, known=known)
@@ -95,8 +96,7 @@ class TrackedLoader:
             objects=self.objects,
         )
         self.iterable = IterableSide(loader.dataset) if is_iterable else None
-        self._start_position: Position | None = None
-        self._num_iterations = 0
+        self._start_position, self._num_iterations = None, 0
         self._collate: Callable[[Any], Any] = loader.collate_fn
         if self.iterable is not None:
             self._collate = functools.partial(self.iterable.collate, loader.collate_fn)
@@ -133,7 +133,7 @@ class TrackedLoader:
         """Return the copy of the user's `loader` that is followed."""
         tracked = copy.copy(loader)
         tracked.__class__ = tracked_class(type(loader))  # type: ignore[arg-type]  # mypy: a class with __hash__ is no Hashable
-        # `DataLoader.__setattr__` refuses a new sampler after construction.
+        # `DataLoader.__setattr__` refuses a new sampler.
         vars(tracked)["batch_sampler" if loader.batch_sampler is not None else "sampler"] = self.index_side
         vars(tracked)[TRACKER] = self
         if self.iterable is not None:

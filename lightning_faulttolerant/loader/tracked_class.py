@@ -1,4 +1,7 @@
-"""The class of a loader that is followed: the user's own, with a place in it where new iterators are really made."""
+"""The class of a loader that is followed: the user's own, with a place in it where new iterators are really made.
+
+What a user's class adds to torch's attributes stays in the user's object, of which the followed one is a copy.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.foreign import is_loader_of
+from lightning_faulttolerant.loader.own_attributes import TRACKER, names_of_makers, sharing
 from lightning_faulttolerant.streaming.loader import StreamingDataLoader
 
 _log = logging.getLogger(__name__)
-
-TRACKER = "fault_tolerance_tracker"
-"""The attribute of a followed loader that holds its tracker."""
 
 RESUMABLE = "is_resumable_in_a_loop_of_ones_own"
 """The attribute of the class of loaders that keep a state of ours themselves."""
@@ -61,8 +62,16 @@ def tracked_class(user_class: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     namespace: dict[str, Any] = {"__module__": user_class.__module__, "__doc__": user_class.__doc__}
     if maker is not DataLoader or _is_ours(user_class):
         namespace |= {"state_dict": _no_state, "load_state_dict": _load_no_state}
+    if user_class is not maker and not _is_ours(user_class):
+        namespace |= sharing(names_of_makers(maker), _users)
     bases = (tracked,) if user_class is maker else (_Asked, user_class, tracked)
     return type(user_class.__name__, bases, namespace)
+
+
+def _users(followed: Any) -> Any:
+    """Return the user's own loader, whose attributes a followed copy shares: both sides may set them in the fit."""
+    tracker = object.__getattribute__(followed, "__dict__").get(TRACKER)
+    return None if tracker is None else tracker.user_loader
 
 
 @functools.cache

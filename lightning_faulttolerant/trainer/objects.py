@@ -19,6 +19,7 @@ from lightning_faulttolerant.errors import NotExactError
 from lightning_faulttolerant.loader.derived_class import REPLAYED
 from lightning_faulttolerant.loader.exactness import refuse
 from lightning_faulttolerant.loader.objects import goes_by_attributes, is_iterated
+from lightning_faulttolerant.loader.own_attributes import has_own_class, has_own_state, names_of_others
 from lightning_faulttolerant.loader.worker_objects import AN_ITERATOR, lost_in_loaders, lost_in_workers
 from lightning_faulttolerant.state.metrics import metrics_of, with_metrics_state
 from lightning_faulttolerant.state.objects.decoding import Decoder
@@ -36,10 +37,11 @@ from lightning_faulttolerant.trainer.drawn import Drawn, parts_of_loaders
 from lightning_faulttolerant.trainer.experiments.compat import experiments_of
 from lightning_faulttolerant.trainer.holders import functions_of, names_of_trainers
 from lightning_faulttolerant.trainer.position import FINISHED
-from lightning_faulttolerant.trainer.process import Registered, left_out
+from lightning_faulttolerant.trainer.process import Registered, is_left_out
 from lightning_faulttolerant.trainer.reloads import Reloads
 from lightning_faulttolerant.trainer.strategy import TRAIN, Loaders
 from lightning_faulttolerant.trainer.structure import Structure, made_at_epoch_start
+from lightning_faulttolerant.trainer.trackers import followed_loaders
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class Objects:
         self._loaders = loaders
         self._manual = manual
         self._registered = registered
-        self._callbacks = {name: callback for name, callback in callbacks.items() if callback not in left_out}
+        self._callbacks = {name: callback for name, callback in callbacks.items() if not is_left_out(callback)}
         self._state: ObjectState | None = None
         self._structure: Structure | None = None
         self._warned_of: set[str] = set()
@@ -260,7 +262,7 @@ class Objects:
     def _add(self) -> None:
         assert self._state is not None
         if not self._manual:
-            self._state.add(parts_of_loaders(self._users()))
+            self._state.add(self._of_loaders())
 
     def _users(self) -> dict[str, Any]:
         """Return the user's own loaders by place, whether they are followed or not."""
@@ -270,7 +272,13 @@ class Objects:
         return dict(sorted(users.items(), key=lambda item: not item[0].startswith(f"{TRAIN}/")))
 
     def _baseline(self) -> ObjectState:
-        return self._state_of(lambda: {**parts_of_loaders(self._users()), **self._roots()})
+        return self._state_of(lambda: {**self._of_loaders(), **self._roots()})
+
+    def _of_loaders(self) -> dict[str, Any]:
+        users = self._users()
+        own = {place: one for place, one in users.items() if has_own_state(one)}
+        followed = {f"{place}.followed": one for place, one in followed_loaders(self._loaders.trackers).items()}
+        return {**parts_of_loaders(users), **own, **followed}
 
     def _state_of(self, roots: Callable[[], Mapping[str, Any]]) -> ObjectState:
         return ObjectState({}) if self._manual else ObjectState(roots(), _rules(self._trainer))
@@ -338,12 +346,15 @@ def _rules(trainer: Trainer) -> Rules:
     optimizers = {id(optimizer) for optimizer in trainer.optimizers}
 
     def is_live(value: Any) -> bool:
-        is_loader = isinstance(value, DataLoader) or hasattr(type(value), REPLAYED)
+        is_replayed = hasattr(type(value), REPLAYED)
+        is_loader = is_replayed or (isinstance(value, DataLoader) and not has_own_class(value))
         return id(value) in own or is_loader or isinstance(value, Trainer) or is_iterated(value)
 
     def left_out(value: Any) -> Collection[str]:
         if isinstance(value, Namespace):
             return names_of_trainers() if value.owner is trainer and value.names is None else ()
+        if isinstance(value, DataLoader):
+            return names_of_others(type(value))
         if is_optimizer(value):
             return _of_optimizers() if id(value) in optimizers else _of_optimizers() - {"state", "param_groups"}
         return _of_lightnings(type(value))

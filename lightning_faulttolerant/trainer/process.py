@@ -25,10 +25,16 @@ continued: dict[str, str] = {}
 has_told: set[str] = set()
 """What is said once."""
 
-left_out: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Callbacks that are no part of a run."""
+left_out: dict[int, weakref.ref[Any]] = {}
+"""Callbacks that are no part of a run, by their ids: those of users may have no hash."""
 
 
 def leave_out(callbacks: Iterable[Any]) -> None:
     """Let what these keep be no part of a run: they count what happens in one process."""
-    left_out.update(callbacks)
+    left_out.update((id(callback), weakref.ref(callback)) for callback in callbacks)
+
+
+def is_left_out(callback: Any) -> bool:
+    """Return whether a callback is no part of a run."""
+    known = left_out.get(id(callback))
+    return known is not None and known() is callback

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.own_loader import OwnLoader, keeps_own_state, why_state_is_no_use
 from lightning_faulttolerant.loader.replayed_loader import ReplayedLoader, user_loader_behind, why_not_replayed
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.loader.tracked_class import TRACKER
 
 OfWholeLoader = OwnLoader | ReplayedLoader
 """Follows what the loader gives, rather than what it consists of."""
@@ -29,6 +29,12 @@ def user_loader(loader: Any) -> Any:
     """Return the loader of which `loader` is our copy, or `loader` itself."""
     tracker = getattr(loader, "__dict__", {}).get(TRACKER)
     return user_loader_behind(loader) if tracker is None else tracker.user_loader
+
+
+def followed_loaders(trackers: Mapping[str, Tracker]) -> dict[str, Any]:
+    """Return the copies of loaders that the trainer has, by place."""
+    followed = {place: one for place, one in trackers.items() if isinstance(one, TrackedLoader) and not one.is_gone}
+    return {place: one.loader for place, one in followed.items()}
 
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:

@@ -1,0 +1,73 @@
+"""The attributes that a user's class of ``DataLoader`` adds to torch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant.loader.derived_class import REPLAYED
+from lightning_faulttolerant.state.objects.kinds import has_state_methods
+from lightning_faulttolerant.state.objects.libraries import names_in_code, names_in_libraries
+
+TRACKER = "fault_tolerance_tracker"
+"""The attribute of a followed loader that holds its tracker."""
+
+
+@functools.cache
+def names_of_makers(maker: type[DataLoader[Any]]) -> frozenset[str]:
+    """Return the attributes of a loader that are torch's, or torchdata's: every name that their methods use."""
+    methods = (value for base in maker.__mro__ for value in vars(base).values())
+    return names_in_code(methods) | frozenset(dir(maker)) | frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
+
+
+def names_of_others(kind: type[DataLoader[Any]]) -> frozenset[str]:
+    """Return the attributes of a loader that are not its user's."""
+    bases = [base for base in kind.__mro__ if base.__module__.startswith(("torch.", "torchdata."))]
+    return names_of_makers(bases[0]) | names_in_libraries(kind)
+
+
+def has_own_class(loader: object) -> bool:
+    """Return whether a loader is of a class that is neither torch's nor torchdata's, and no copy that is followed."""
+    if not isinstance(loader, DataLoader) or TRACKER in vars(loader):
+        return False
+    return not type(loader).__module__.startswith(("torch.", "torchdata."))
+
+
+def has_own_state(loader: object) -> bool:
+    """Return whether what a loader's class adds to torch's attributes is to be kept, as any object of the user's."""
+    return has_own_class(loader) and not has_state_methods(loader) and not hasattr(type(loader), REPLAYED)
+
+
+def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the methods of a class whose objects share their attributes with another object.
+
+    Args:
+        names: Of the attributes that they have for themselves.
+        owner_of: Returns that object; ``None`` as long as there is none.
+    """
+
+    def is_shared(self: Any, name: str) -> bool:
+        return name not in names and not name.startswith("__") and owner_of(self) is not None
+
+    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807 - they become methods
+        if name not in names and not name.startswith("__"):
+            owner = owner_of(self)
+            if owner is not None and name in vars(owner):
+                return vars(owner)[name]
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
+        if is_shared(self, name):
+            setattr(owner_of(self), name, value)
+        else:
+            DataLoader.__setattr__(self, name, value)
+
+    def __delattr__(self: Any, name: str) -> None:  # noqa: N807
+        if is_shared(self, name):
+            delattr(owner_of(self), name)
+        object.__delattr__(self, name)
+
+    return {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__}
