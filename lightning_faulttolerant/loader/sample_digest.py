@@ -42,7 +42,7 @@ def sample_digest(sample: Any, digest: int = 0) -> int:
     return digest
 
 
-def _parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+def _parts(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value)
@@ -56,13 +56,13 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
     elif isinstance(value, _NAMED):
         yield getattr(value, "__qualname__", value.__name__).encode()
     elif id(value) in seen:
-        yield b"again"
+        yield f"again {seen[id(value)][0]}".encode()
     else:
-        seen[id(value)] = value  # so that its id stays its own
+        seen[id(value)] = (len(seen), value)  # held, so that its id stays its own
         yield from _of_object(value, seen)
 
 
-def _of_object(value: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+def _of_object(value: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     if isinstance(value, Mapping):
         yield f"{len(value)}".encode()
         for key, child in value.items():
@@ -123,7 +123,7 @@ def _of_numbers(content: Any, word: Any, bytes_of: Callable[[Any], bytes]) -> It
     yield bytes_of(content)
 
 
-def _of_array(array: Any, seen: dict[int, Any]) -> Iterator[bytes | memoryview]:
+def _of_array(array: Any, seen: dict[int, tuple[int, Any]]) -> Iterator[bytes | memoryview]:
     numpy = sys.modules["numpy"]
     yield f"{array.shape} {array.dtype}".encode()
     if array.dtype.hasobject:

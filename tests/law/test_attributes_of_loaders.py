@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,24 @@ class Collates(DataLoader[Tensor]):
 def test_method_that_collates(fault: Callback, num_workers: int) -> None:
     """What a loader's own method counts, here and in workers."""
     assert_carried(fault, train=lambda: Collates(num_workers))
+
+
+class Draws(Collates):
+    """Draws from a generator of its own."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.generator_of_noise = random.Random(1)
+        super().__init__(num_workers)
+
+    def put_together(self, samples: list[Tensor]) -> Tensor:
+        return super().put_together(samples) * self.generator_of_noise.random()
+
+
+@each_num_workers
+@each_cut
+def test_generator(fault: Callback, num_workers: int) -> None:
+    """What a loader's own generator draws, here and in workers."""
+    assert_carried(fault, train=lambda: Draws(num_workers))
 
 
 class Scaled(DataLoader[Tensor]):

@@ -73,3 +73,10 @@ def test_digest_of_an_object_that_holds_itself_ends() -> None:
 def test_digest_goes_on_from_the_one_before() -> None:
     """A running digest tells the same samples in another order apart."""
     assert sample_digest("b", sample_digest("a")) != sample_digest("a", sample_digest("b"))
+
+
+def test_which_object_comes_again() -> None:
+    """Of objects that come twice it tells which one does."""
+    one, other = [1], [2]
+    assert sample_digest([one, other, one]) != sample_digest([one, other, other])
+    assert sample_digest([one, other, one]) == sample_digest([third := [1], [2], third])
