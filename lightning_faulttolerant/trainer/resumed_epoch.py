@@ -49,7 +49,7 @@ class ResumedEpoch:
 
     def start_fit(self, original: Callable[[], None]) -> None:
         """Stand in for the fit loop's ``on_run_start``: `current_epoch` is meanwhile what it is without us."""
-        progress = self._trainer.fit_loop.epoch_progress.current
+        progress: Any = self._trainer.fit_loop.epoch_progress.current
         processed, completed = progress.processed, progress.completed
         if self._where == EPOCH_END:
             progress.processed += 1

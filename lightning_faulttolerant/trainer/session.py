@@ -138,7 +138,7 @@ class Session:
             self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()
-            compat.forget_unstarted_fetchers(self._trainer)
+            compat.end_fetching(self._trainer)
             self._tell_end(exception)
 
     def _tell_end(self, exception: BaseException | None) -> None:
