@@ -20,6 +20,7 @@ from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.state.tensors import buffers_state, load_buffers, shard_of
 from lightning_faulttolerant.trainer import compat
 from lightning_faulttolerant.trainer.capture import PARTS, Capture, RunState
+from lightning_faulttolerant.trainer.early_hooks import can_wait
 from lightning_faulttolerant.trainer.files import parts
 from lightning_faulttolerant.trainer.history import History
 from lightning_faulttolerant.trainer.hook_saves import HookSave
@@ -125,6 +126,9 @@ class Autosaver:
         """Save the state of this boundary, behind training if it is to be so and this is not the first time."""
         if self.pace.is_first and self._is_saved_before(position):
             return
+        if self.pace.is_first:
+            self._save_first(position)
+            return
         if not self._is_proven or not self._options.async_save or self._shards is not None:
             self.save(position)
             return
@@ -133,6 +137,16 @@ class Autosaver:
         self._take_failure()
         checkpoint = self._gathered(position, self._run_state.state_dict(position))
         self._by_first(position, began, lambda: self._save_behind(checkpoint, position, began))
+
+    def _save_first(self, position: Position) -> None:
+        try:
+            self.save(position)
+        except Exception as error:
+            if not can_wait(error, self._trainer, position):
+                raise
+            self.pace.is_urgent = True
+        else:
+            self.pace.is_urgent = False
 
     def _is_saved_before(self, position: Position) -> bool:
         """Return whether the state of the first boundary need not be saved; a collective."""

@@ -257,10 +257,14 @@ def fetches_at_the_boundary(trainer: Trainer) -> bool:
     return not fetches_ahead(trainer) and not step_fetches(trainer)
 
 
-def forget_unstarted_fetchers(trainer: Trainer) -> None:
-    """Let the teardown pass where an iterator could not be made: its error would hide the reason."""
+def end_fetching(trainer: Trainer) -> None:
+    """End the iteration over the loaders of a fit that failed, as its teardown would while these are still ours.
+
+    The teardown finds nothing then: where an iterator could not be made, its error would hide the reason.
+    """
     for loop in (trainer.fit_loop, validation_loop(trainer)):
-        if loop._combined_loader is not None and loop._combined_loader._iterator is None:
+        if loop._combined_loader is not None:
+            loop._combined_loader.reset()
             loop._data_fetcher = None
 
 

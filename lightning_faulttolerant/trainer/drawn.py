@@ -95,7 +95,7 @@ class Drawn:
         """Say what may have been drawn without a seed, at the first start of a run."""
         if not _has_seed():
             lists = self._contents.lists
-            kept = [path for path in self._kept_orders() if self._may_be_samples(path)]
+            kept = [path for path in self._kept_orders() if _is_users(path) and self._may_be_samples(path)]
             _tell_of([*self._parts.drawn, *(path for path in kept if _is_permuted(lists[path].value))])
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,6 +199,11 @@ def _line(path: str, saved: Any, now: Any) -> str:
 
 def _has_seed() -> bool:
     return torch.initial_seed() < _MAX_SEED or bool(os.environ.get("PL_GLOBAL_SEED"))
+
+
+def _is_users(path: str) -> bool:
+    """Return whether an attribute is none of those in which Lightning keeps how a loader or a sampler was made."""
+    return not path.rpartition(".")[2].startswith("__pl_")
 
 
 def _is_below(path: str, roots: Collection[str]) -> bool:

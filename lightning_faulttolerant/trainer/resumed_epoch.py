@@ -47,6 +47,15 @@ class ResumedEpoch:
         # All steps may be done, and still a validation run or the end of the epoch be owed.
         self.put_limit_back = compat.lift_step_limit(trainer)
 
+    def start_fit(self, original: Callable[[], None]) -> None:
+        """Stand in for the fit loop's ``on_run_start``: `current_epoch` is meanwhile what it is without us."""
+        progress: Any = self._trainer.fit_loop.epoch_progress.current
+        processed, completed = progress.processed, progress.completed
+        if self._where == EPOCH_END:
+            progress.processed += 1
+        original()
+        progress.processed, progress.completed = processed, completed
+
     def reset(self, original: Callable[[], None]) -> None:
         """Stand in for the epoch loop's reset: the counters are right, but for an epoch that only starts."""
         if self._where == EPOCH_START:

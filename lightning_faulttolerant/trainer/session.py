@@ -138,7 +138,7 @@ class Session:
             self._stopping.requeue(exception)
         finally:
             self._loaders.close_workers()
-            compat.forget_unstarted_fetchers(self._trainer)
+            compat.end_fetching(self._trainer)
             self._tell_end(exception)
 
     def _tell_end(self, exception: BaseException | None) -> None:
@@ -268,7 +268,10 @@ class Session:
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:
-            original()
+            if self._resumed_epoch is None:
+                original()
+            else:
+                self._resumed_epoch.start_fit(original)
             if self._run_state is not None:
                 self._run_state.objects.tell_drawn() if self._resume is None else self._resume.put_back_drawn()
                 self._run_state.objects.begin()

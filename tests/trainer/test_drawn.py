@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset, random_split
+from torch.utils.data import DataLoader, Subset, random_split
 
 from lightning_faulttolerant import FaultTolerance
 from lightning_faulttolerant.state.drawn import orders
 from lightning_faulttolerant.state.objects.walk import Rules
 from lightning_faulttolerant.testing import KillAt
 from lightning_faulttolerant.trainer.drawn import Drawn, Outcome
+from tests.data_sets import NoisyDataset
 from tests.law.test_drawn import (
     LATE,
     NUM_SAMPLES,
@@ -268,6 +269,25 @@ def test_first_start_says_what_has_no_seed(
     if told is not None:
         assert told in lines[0]
         assert "Call seed_everything before" in lines[0]
+
+
+class LoaderNet(Net):
+    """Makes its loader in a hook: Lightning then keeps the arguments' names in the loader's parts."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(NoisyDataset(20), batch_size=4)
+
+
+def test_what_lightning_keeps_in_loaders_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of arguments are nobody's samples: a run without a seed is not said to have drawn them."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    torch.seed()
+    trainer = make_trainer([FaultTolerance(dirpath=tmp_path)], tmp_path, max_steps=1)
+    with caplog.at_level("INFO"):
+        trainer.fit(LoaderNet(), val_dataloaders=DataLoader(NoisyDataset(8), batch_size=4))
+    assert "No seed is set" not in caplog.text
 
 
 # What is noted of objects, and put back in them.

@@ -1,0 +1,33 @@
+"""Hooks of the user's that have nothing to save before the first batch: the first autosave waits for that."""
+
+from __future__ import annotations
+
+import traceback
+
+from lightning.pytorch import Trainer
+
+from lightning_faulttolerant.trainer.position import Position
+from lightning_faulttolerant.trainer.telling import tell
+
+_HOOKS = ("on_save_checkpoint", "state_dict")
+
+
+def can_wait(error: Exception, trainer: Trainer, position: Position) -> bool:
+    """Return whether the first save is put off, and say so: without us such a hook is called behind a step at first.
+
+    Args:
+        error: What the save has raised.
+        trainer: Whose fit it is. With several ranks a save is not put off: it may have failed on this one alone.
+        position: Of the first boundary.
+    """
+    if trainer.world_size > 1 or position.global_step or position.batch:
+        return False
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    hook = next((name for name in _HOOKS if name in names), None)
+    if hook is None:
+        return False
+    tell(
+        f"{hook} can't be called before the first batch yet, it raised {error!r}. The first autosave is made after that"
+        " batch. A run that is interrupted before starts again from the beginning."
+    )
+    return True
