@@ -16,6 +16,7 @@ import pytest
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import (
     CacheLimitError,
+    DamagedIndexError,
     DamagedShardError,
     IndexFileError,
     MissingIndexError,
@@ -216,6 +217,11 @@ def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> N
         StreamingDataset(str(tmp_path / "nothing"))
     with pytest.raises(FileNotFoundError, match="index"):
         StreamingDataset(str(tmp_path / "cache"), str(tmp_path / "nothing"), download_retry=0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "index.json").touch()
+    for place in (str(tmp_path / "empty"), str(tmp_path / "cache")):
+        with pytest.raises(ValueError, match="index"):
+            StreamingDataset(place, str(tmp_path / "empty"), download_retry=0)
     shard_paths(remote)[0].unlink()
     with pytest.raises(FileNotFoundError, match="shard"):
         _read(remote)
@@ -223,8 +229,15 @@ def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> N
         writer.write({"n": 5})
     with pytest.raises(ValueError, match="allow_unsafe_types"):
         StreamingDataset(str(tmp_path / "pickled"))
-    for kind in (CacheLimitError, DamagedShardError, UnsafeDataError):
+    for kind in (CacheLimitError, DamagedIndexError, DamagedShardError, UnsafeDataError):
         assert issubclass(kind, ValueError)
-    for kind in (CacheLimitError, DamagedShardError, MissingIndexError, MissingShardError, UnsafeDataError):
+    for kind in (
+        CacheLimitError,
+        DamagedIndexError,
+        DamagedShardError,
+        MissingIndexError,
+        MissingShardError,
+        UnsafeDataError,
+    ):
         error = pickle.loads(pickle.dumps(kind("text")))
         assert (type(error), str(error)) == (kind, "text")
