@@ -15,8 +15,9 @@
     ├── LedgerError                 the ledger can't be written
     ├── DrillFault                  a drill has asked for this exception
     ├── StreamingError              a streaming data set can't be read, or can't deliver what was planned
-    │   ├── IndexFileError              an index is damaged, or names a file outside its directory
-    │   │   └── MissingIndexError           it is not there (also a FileNotFoundError)
+    │   ├── IndexFileError              an index can't be had, or lists no samples
+    │   │   ├── MissingIndexError           it is not there (also a FileNotFoundError)
+    │   │   └── DamagedIndexError           it is no index, or names a file outside its directory (also a ValueError)
     │   ├── ShardError                  a shard could not be had
     │   │   ├── MissingShardError           it is not where the index says (also a FileNotFoundError)
     │   │   ├── DamagedShardError           its size or its hash is not that of the index (also a ValueError)
@@ -92,11 +93,15 @@ class StreamingError(FaultToleranceError):
 
 
 class IndexFileError(StreamingError):
-    """An index is missing or damaged, or names a file outside the directory of its data set."""
+    """An index can't be had, is damaged, or lists no samples."""
 
 
 class MissingIndexError(IndexFileError, FileNotFoundError):
     """There is no index. As in the original library this is also a ``FileNotFoundError``."""
+
+
+class DamagedIndexError(IndexFileError, ValueError):
+    """An index can't be read, or names a file outside the directory of its data set."""
 
 
 class ShardError(StreamingError):

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from lightning_faulttolerant.streaming.format.merge import merge_index
     from lightning_faulttolerant.streaming.format.text_writers import CSVWriter, JSONWriter, TSVWriter, XSVWriter
     from lightning_faulttolerant.streaming.loader import StreamingDataLoader
+    from lightning_faulttolerant.streaming.local import LocalDataset
     from lightning_faulttolerant.streaming.stream import Stream
 
 __all__ = [
     "CSVWriter",
     "JSONWriter",
+    "LocalDataset",
     "MDSWriter",
     "Stream",
     "StreamingDataLoader",
@@ -29,6 +31,7 @@ __all__ = [
 _LAZY = {
     "CSVWriter": "lightning_faulttolerant.streaming.format.text_writers",
     "JSONWriter": "lightning_faulttolerant.streaming.format.text_writers",
+    "LocalDataset": "lightning_faulttolerant.streaming.local",
     "MDSWriter": "lightning_faulttolerant.streaming.format.mds_writer",
     "Stream": "lightning_faulttolerant.streaming.stream",
     "StreamingDataLoader": "lightning_faulttolerant.streaming.loader",

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_faulttolerant.errors import StreamingError
 from lightning_faulttolerant.streaming.cache import Prefetcher
 from lightning_faulttolerant.streaming.epochs import Channel, EpochBook, Start
-from lightning_faulttolerant.streaming.opening import open_streams
+from lightning_faulttolerant.streaming.opening import given_streams
 from lightning_faulttolerant.streaming.order import Deal
+from lightning_faulttolerant.streaming.ordered import OrderedDataset
 from lightning_faulttolerant.streaming.ordering import WHAT as ORDER
 from lightning_faulttolerant.streaming.ordering import Ordering, Readers, Seeding
 from lightning_faulttolerant.streaming.samples import Plan, Samples
-from lightning_faulttolerant.streaming.shards import Ids, Shards, Wait
+from lightning_faulttolerant.streaming.sharded import ShardedDataset
+from lightning_faulttolerant.streaming.shards import Ids, Wait
 from lightning_faulttolerant.streaming.state import VERSION, checked_place, differences, fingerprint, mismatch
 from lightning_faulttolerant.streaming.state import WHAT as FINGERPRINT
 from lightning_faulttolerant.streaming.stream import Stream
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 _BATCHES_AHEAD = 8  # as the original's, where predownload is None
 
 
-class StreamingDataset(IterableDataset[Any]):
+class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
     """An iterable data set of shards in a directory or behind a URL, resumable in the middle of an epoch.
 
     Every iteration is one epoch. The order of an epoch depends on `shuffle_seed`, the epoch and `num_canonical_nodes`
@@ -122,13 +123,11 @@ class StreamingDataset(IterableDataset[Any]):
             "validate_hash": validate_hash,
             "storage_options": storage_options,
         }
-        given = _given(streams, local, remote)
-        self.streams = tuple(stream.with_defaults(**defaults) for stream in given)
+        given = given_streams(streams, local, remote)
+        own = [stream.with_defaults(**defaults) for stream in given]
+        super().__init__(own, cache_limit=cache_limit, allow_unsafe_types=allow_unsafe_types)
         self.batch_size = batch_size
-        self.predownload = predownload
-        self.replication = replication
-        opened = open_streams(self.streams, cache_limit)
-        self._shards = Shards(opened, allow_unsafe_types=allow_unsafe_types, limit=cache_limit)
+        self.predownload, self.replication = predownload, replication
         seeding = Seeding(seed=shuffle_seed, num_canonical_nodes=num_canonical_nodes)
         self._ordering = Ordering(
             shard_sizes=self._shards.sizes,
@@ -143,23 +142,20 @@ class StreamingDataset(IterableDataset[Any]):
             batching_method=batching_method,
         )
         self._ordering.check_batches(batch_size)
-        self._fingerprint = fingerprint([shard for stream in opened for shard in stream.shards])
+        for number, stream in (*enumerate(given), *enumerate(own)):
+            stream.resolve(self._ordering.shares, number)
+        self._fingerprint = fingerprint(self._shards.infos)
         self._book = EpochBook(seeding)
 
     @property
-    def shuffle(self) -> bool:
-        """Whether an epoch's order is random."""
-        return self._ordering.shuffle
+    def shuffle_seed(self) -> int:
+        """The seed of the order: that of a state, once one was loaded."""
+        return self._book.seeding.seed
 
     @property
-    def num_samples(self) -> int:
-        """Samples of all shards of all streams."""
-        return self._shards.num_samples
-
-    @property
-    def size(self) -> int:
-        """Samples of all shards of all streams: what an index may be, for ``[]``."""
-        return self._shards.num_samples
+    def num_canonical_nodes(self) -> int:
+        """How many parts of the data are read side by side."""
+        return self._ordering.num_canonical_nodes(self._book.seeding, self._world().num_nodes)
 
     @property
     def next_epoch(self) -> int:
@@ -179,24 +175,6 @@ class StreamingDataset(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return how many samples this rank gets in a whole epoch, wherever this one was entered."""
         return -(-self._num_positions() // self._world().num_ranks)
-
-    def __getitem__(self, at: Any) -> Any:
-        """Return a sample, or a list of samples, by number over all shards; it is fetched if it is not here.
-
-        Args:
-            at: A number, negative from the end; a slice; or a list or an array of numbers.
-
-        Raises:
-            IndexError: If there is no such sample.
-        """
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(self.size))]
-        if isinstance(at, Sequence) or getattr(at, "ndim", 0) > 0:
-            return [self[number] for number in np.asarray(at).ravel().tolist()]
-        number = operator.index(at)
-        if not -self.size <= number < self.size:
-            raise IndexError(f"There is no sample {number}: the data set has {self.size}.")
-        return self._shards.sample(number % self.size)
 
     def __iter__(self) -> Iterator[Any]:
         start = self._begin()
@@ -267,7 +245,7 @@ class StreamingDataset(IterableDataset[Any]):
         return self._ordering.num_positions(self._book.seeding, readers or self._readers())
 
     def _read(self, plan: Plan, num_taken: int) -> Iterator[Any]:
-        is_plain = type(self).__getitem__ is StreamingDataset.__getitem__
+        is_plain = self._gives_plain_samples()
         at_most, place = self._shards.block_samples, num_taken
         with self._prefetcher(plan, num_taken) as ahead:
             wait = None if ahead is None else ahead.wait
@@ -381,19 +359,14 @@ class StreamingDataset(IterableDataset[Any]):
         return {**vars(self), "_unheard": None, "_handed_world": HandedWorld.of_this_process()}
 
 
-def _given(
-    streams: Sequence[Stream] | None, local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None
-) -> Sequence[Stream]:
-    if bool(streams) == (local is not None or remote is not None):
-        raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
-    return streams or [Stream(local=_path(local), remote=_path(remote))]
-
-
-def _path(path: str | os.PathLike[str] | None) -> str | None:
-    return None if path is None else os.fspath(path)
-
-
-def _check_counts(**counts: int | None) -> None:
+def _check_counts(*, batch_size: int | None, predownload: int | None, replication: int | None) -> None:
+    counts = {"batch_size": batch_size, "predownload": predownload, "replication": replication}
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} must be a positive integer or None, not {value!r}.")
+    if predownload is not None and batch_size is not None and predownload < batch_size:
+        warnings.warn(
+            f"predownload < batch_size ({predownload} < {batch_size}). A batch then waits for shards that could be"
+            " fetched before it. Give a predownload of at least batch_size.",
+            stacklevel=3,  # where the data set is made
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from lightning_faulttolerant.errors import IndexFileError
@@ -9,6 +10,23 @@ from lightning_faulttolerant.streaming.cache import CacheLimit, ShardCache, fetc
 from lightning_faulttolerant.streaming.format.index import parse_index
 from lightning_faulttolerant.streaming.shards import OpenedStream
 from lightning_faulttolerant.streaming.stream import Stream
+
+
+def given_streams(
+    streams: Sequence[Stream] | None, local: str | os.PathLike[str] | None, remote: str | os.PathLike[str] | None
+) -> Sequence[Stream]:
+    """Return the streams that a data set was given, or the one of its directory and its remote.
+
+    Raises:
+        ValueError: If it was given both, or neither.
+    """
+    if bool(streams) == (local is not None or remote is not None):
+        raise ValueError("Give either `local` (and `remote`), or `streams`: which data to read is not clear.")
+    return streams or [Stream(local=_path(local), remote=_path(remote))]
+
+
+def _path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else os.fspath(path)
 
 
 def open_streams(streams: Sequence[Stream], cache_limit: int | str | None) -> list[OpenedStream]:
@@ -20,9 +38,13 @@ def open_streams(streams: Sequence[Stream], cache_limit: int | str | None) -> li
 
     Raises:
         IndexFileError: If an index can't be had, is damaged, or lists no samples.
+        ValueError: If the limit is too low.
     """
     limit = None if cache_limit is None else CacheLimit(cache_limit)
-    return [_opened(stream, limit) for stream in streams]
+    opened = [_opened(stream, limit) for stream in streams]
+    if limit is not None:
+        limit.check(sum(stream.index_bytes for stream in opened if stream.cache.limit is not None))
+    return opened
 
 
 def _opened(stream: Stream, limit: CacheLimit | None) -> OpenedStream:
@@ -51,4 +73,4 @@ def _opened(stream: Stream, limit: CacheLimit | None) -> OpenedStream:
         storage_options=stream.storage_options,
         index_digest=index.digest,
     )
-    return OpenedStream(shards=shards, cache=cache)
+    return OpenedStream(shards=shards, cache=cache, index_bytes=len(index.text))

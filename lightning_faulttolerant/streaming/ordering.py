@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_faulttolerant.streaming.order import (
     EpochOrder,
     batched_deal,
     batched_order,
+    default_block_size,
     default_canonical_nodes,
     epoch_order,
     kept_nodes,
@@ -118,18 +120,20 @@ class Ordering:
     ) -> None:
         if batching_method not in BATCHING_METHODS:
             raise ValueError(f"batching_method must be one of {', '.join(BATCHING_METHODS)}, not {batching_method!r}.")
-        self._batching = batching_method
+        self.batching_method = batching_method
         self.shuffle = shuffle
         self.algorithm = algorithm
         self._shard_sizes = [np.asarray(sizes, np.int64) for sizes in shard_sizes]
-        self._block_size = block_size
-        self._method = sampling_method
-        self._granularity = sampling_granularity
+        self.block_size = block_size
+        self.sampling_method = sampling_method
+        self.sampling_granularity = sampling_granularity
         sizes = [int(of_stream.sum()) for of_stream in self._shard_sizes]
         weights = [stream.weight for stream in streams]
         self.shares = shares_of_streams(weights, sizes, epoch_size=_count(epoch_size), seed=seeding.seed)
         self._digest = digest(self.shares.chosen)
         self._orders: dict[tuple[int, Seeding, Readers], EpochOrder] = {}
+        if shuffle:
+            _warn_of_small_blocks(algorithm, block_size, seeding, self._shard_sizes)
         if not self.is_batched:  # says what is wrong with the arguments
             self._made(0, seeding, Readers(), shuffle=shuffle and not self.is_original)
 
@@ -152,15 +156,15 @@ class Ordering:
             "seed": seeding.seed,
             "shuffle": shuffle,
             "algorithm": self.algorithm,
-            "block_size": self._block_size,
+            "block_size": self.block_size,
             "num_canonical_nodes": self.num_canonical_nodes(seeding, num_nodes),
-            "sampling_method": self._method,
-            "sampling_granularity": self._granularity,
+            "sampling_method": self.sampling_method,
+            "sampling_granularity": self.sampling_granularity,
         }
         if self.is_batched:
             return batched_order(
                 self._shard_sizes,
-                batching_method=self._batching,
+                batching_method=self.batching_method,
                 shares=self.shares,
                 world=readers.world,
                 batch_size=readers.batch_size,
@@ -201,7 +205,7 @@ class Ordering:
         num_positions = self.num_positions(seeding, Readers.of(world, batch_size))
         if self.is_batched:
             return batched_deal(
-                batching_method=self._batching,
+                batching_method=self.batching_method,
                 algorithm=self.algorithm,
                 num_positions=num_positions,
                 start=sample,
@@ -233,12 +237,12 @@ class Ordering:
     def check_batches(self, batch_size: int | None) -> None:
         """Raise ValueError if the order depends on a batch size that is not known."""
         if self.is_batched and batch_size is None:
-            raise ValueError(f"batching_method={self._batching!r} needs batch_size: the order depends on it.")
+            raise ValueError(f"batching_method={self.batching_method!r} needs batch_size: the order depends on it.")
 
     @property
     def is_batched(self) -> bool:
         """Whether the order depends on the global batch size, and an epoch can be entered between batches only."""
-        return self._batching != "random"
+        return self.batching_method != "random"
 
     @property
     def is_original(self) -> bool:
@@ -249,14 +253,29 @@ class Ordering:
         """Return what the order depends on, beside seed and canonical nodes: plain values for a state."""
         global_batch_size = readers.world.num_ranks * readers.batch_size
         return {
-            "batching": f"{self._batching} {global_batch_size}" if self.is_batched else self._batching,
+            "batching": f"{self.batching_method} {global_batch_size}" if self.is_batched else self.batching_method,
             "shuffle": self.shuffle,
             "shuffle_algo": self.algorithm or DEFAULT,
-            "shuffle_block_size": self._block_size if self.shuffle else None,
+            "shuffle_block_size": self.block_size if self.shuffle else None,
             "epoch_size": self.shares.epoch_size,
-            "sampling": f"{self._method} {self._granularity}",
+            "sampling": f"{self.sampling_method} {self.sampling_granularity}",
             "weights": self._digest,
         }
+
+
+def _warn_of_small_blocks(
+    algorithm: str | None, block_size: int | None, seeding: Seeding, shard_sizes: Sequence[Ids]
+) -> None:
+    if block_size is None and algorithm == "py1e":
+        block_size = default_block_size(seeding.num_canonical_nodes or 1)
+    largest = max(int(sizes.max(initial=0)) for sizes in shard_sizes)
+    if block_size is None or algorithm not in (None, DEFAULT, "py1e") or block_size >= largest:
+        return
+    warnings.warn(
+        f"Shuffle block size was smaller than shard size for some shards ({block_size} < {largest} samples). Within an"
+        " epoch these are not mixed with other shards. Give a shuffle_block_size of several shards.",
+        stacklevel=4,  # where the data set is made
+    )
 
 
 def _count(size: int | str | None) -> int | None:

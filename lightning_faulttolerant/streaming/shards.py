@@ -32,6 +32,7 @@ class OpenedStream:
 
     shards: tuple[ShardInfo, ...]
     cache: ShardCache
+    index_bytes: int
 
 
 class Shards:
@@ -104,6 +105,21 @@ class Shards:
         return stream, shard - int(self._first_of_stream[stream])
 
     @property
+    def num_shards(self) -> int:
+        """Of all streams."""
+        return len(self._stops)
+
+    def info(self, shard: int) -> ShardInfo:
+        """Return what the index says of a shard."""
+        stream, number = self.stream_of(shard)
+        return self._streams[stream].shards[number]
+
+    @property
+    def infos(self) -> list[ShardInfo]:
+        """What the indexes say of all shards."""
+        return [shard for stream in self._streams for shard in stream.shards]
+
+    @property
     def caches(self) -> list[ShardCache]:
         """Of each stream."""
         return [stream.cache for stream in self._streams]
@@ -134,6 +150,40 @@ class Shards:
             # Not closed: somebody may be reading from it. Its mapping goes with the last reference.
             for oldest in list(self._readers)[:1]:
                 del self._readers[oldest]
+
+    def prepare(self, shard: int, *, is_awaited: bool) -> None:
+        """Fetch a shard if it is not here; if another process is about to, wait for it or leave it to that."""
+        stream, number = self.stream_of(shard)
+        cache = self._streams[stream].cache
+        if is_awaited or not cache.is_being_fetched(number):
+            cache.fetch(number)
+
+    def evict(self, shard: int) -> None:
+        """Delete a shard that can be fetched again."""
+        stream, number = self.stream_of(shard)
+        self._streams[stream].cache.discard(number)
+        with self._lock:
+            self._readers.pop(shard, None)
+
+    def evict_coldest(self) -> None:
+        """Delete the shard that was used least recently, of those that were fetched."""
+        uses = [
+            (last_use, stream, number)
+            for stream, cache in enumerate(self.caches)
+            if cache.has_remote
+            for number, last_use in cache.contents().last_uses.items()
+            if not cache.is_held(number)
+        ]
+        for last_use, stream, number in sorted(uses):
+            if self.caches[stream].evict(number, last_use):
+                with self._lock:
+                    self._readers.pop(int(self._first_of_stream[stream]) + number, None)
+                return
+        raise ValueError("There is no shard to evict: none that was fetched is here and not in use.")
+
+    def num_cached_bytes(self) -> int:
+        """Return how much room all that is in the directories of the streams takes."""
+        return sum(cache.contents().num_bytes for cache in {cache.directory: cache for cache in self.caches}.values())
 
     def sample(self, number: int) -> dict[str, Any]:
         """Return one sample."""

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_faulttolerant.streaming.order.mixing import Weight
+from lightning_faulttolerant.streaming.order.mixing import Shares, Weight
+
+Weights = tuple[float | None, float | None, int | None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, eq=False)
 class Stream:
     """One directory of shards, with its own weight in the mixture.
 
-    At most one of `proportion`, `repeat` and `choose` may be given, and `proportion` by all streams or by none. What is
-    ``None`` of the rest is as the `StreamingDataset` says.
+    At most one of `proportion`, `repeat` and `choose` may be given, and `proportion` by all streams or by none. The
+    `StreamingDataset` fills in the others: proportions then add up to 1. What is ``None`` of the rest is as it says.
 
     Args:
         remote: Directory or URL where the shards are; ``None`` if all of them are in `local`.
-        local: Directory where shards are, or are cached; by default one of the temporary directory.
+        local: Directory where shards are, or are cached; by default one of the temporary directory, with a name that
+            is made of `remote`.
         split: Sub-directory of both.
         proportion: Share of the samples of an epoch, relative to those of the other streams.
         repeat: How many times each sample is read in an epoch; fractions read a part of them.
@@ -47,17 +51,20 @@ class Stream:
     validate_hash: str | None = None
     keep_zip: bool | None = None
     storage_options: Mapping[str, Any] | None = None
+    _given: Weight | None = field(init=False, repr=False, default=None)
+    _resolved: Weights | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         _ = self.weight  # checks it
         if self.remote is None and self.local is None:
             raise ValueError("A stream needs `local`, `remote` or both: there is nothing to read.")
+        if self.local is None:
+            self.local = _temporary(os.fspath(self.remote or ""), self.split or "")
 
     @property
     def directory(self) -> str:
         """Where the shards are cached, or are."""
-        local = os.fspath(self.local) if self.local is not None else _temporary(self.remote or "")
-        return os.path.join(local, self.split or "")
+        return os.path.join(os.fspath(self.local or ""), self.split or "")
 
     @property
     def address(self) -> str | None:
@@ -69,14 +76,37 @@ class Stream:
 
     @property
     def weight(self) -> Weight:
-        """How much of it an epoch reads."""
+        """How much of it an epoch reads, as it was given: not what a data set has made of it."""
+        if self._given is not None and self._weights() == self._resolved:
+            return self._given
         return Weight(proportion=self.proportion, repeat=self.repeat, choose=self.choose)
 
     def with_defaults(self, **defaults: Any) -> Stream:
-        """Return this stream with what it leaves open."""
-        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+        """Return a copy of this stream with what it leaves open."""
+        completed = copy.copy(self)
+        for name, value in defaults.items():
+            if getattr(completed, name) is None:
+                setattr(completed, name, value)
+        return completed
+
+    def resolve(self, shares: Shares, number: int) -> None:
+        """Say in `proportion`, `repeat` and `choose` what the weights of all streams come to.
+
+        Args:
+            shares: What they come to.
+            number: Which of the streams this is.
+        """
+        self._given = self.weight
+        self.proportion = shares.proportions[number]
+        self.repeat = shares.repeats[number]
+        self.choose = shares.chosen[number]
+        self._resolved = self._weights()
+
+    def _weights(self) -> Weights:
+        return self.proportion, self.repeat, self.choose
 
 
-def _temporary(remote: str) -> str:
-    name = hashlib.blake2b(remote.encode(), digest_size=16).hexdigest()
-    return os.path.join(tempfile.gettempdir(), name)
+def _temporary(remote: str, split: str) -> str:
+    # The original's, where a cache of its own may be.
+    name = hashlib.blake2s(remote.encode(), digest_size=16).hexdigest()
+    return os.path.join(tempfile.gettempdir(), name, split)

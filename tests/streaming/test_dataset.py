@@ -160,9 +160,32 @@ def test_data_sets_beside_each_other_leave_the_process_most_of_its_files(
 def test_the_first_batch_waits_for_its_own_shards_only(tmp_path: Path, directory: str) -> None:
     """From a cold cache no more is fetched for it than what it has, and the shard that is fetched ahead."""
     cache = tmp_path / "cache"
-    samples = iter(StreamingDataset(str(cache), directory, predownload=1, batch_size=4))
+    samples = iter(StreamingDataset(str(cache), directory, predownload=4, batch_size=4))
     assert [next(samples)["n"] for _ in range(4)] == list(range(4))
     assert len(shard_paths(cache)) <= 2
+
+
+def test_a_predownload_below_a_batch_is_warned_of(directory: str) -> None:
+    """Once, where the data set is made; a whole batch is enough, and without a batch size nothing is known."""
+    with pytest.warns(UserWarning, match=r"predownload < batch_size \(3 < 4\)") as warned:
+        StreamingDataset(directory, predownload=3, batch_size=4)
+    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+    StreamingDataset(directory, predownload=4, batch_size=4)
+    StreamingDataset(directory, predownload=1)
+
+
+@pytest.mark.parametrize("algorithm", ["py1e", None])
+def test_a_block_below_a_shard_is_warned_of(directory: str, algorithm: str | None) -> None:
+    """Once, where the data set is made, for orders that then mix no shards; not without shuffle."""
+    largest = int(StreamingDataset(directory).samples_per_shard.max())
+    with pytest.warns(
+        UserWarning, match=f"block size was smaller than shard size.*{largest - 1} < {largest}"
+    ) as warned:
+        StreamingDataset(directory, shuffle=True, shuffle_algo=algorithm, shuffle_block_size=largest - 1)
+    assert [Path(warning.filename).name for warning in warned] == [Path(__file__).name]
+    StreamingDataset(directory, shuffle=True, shuffle_algo=algorithm, shuffle_block_size=largest)
+    StreamingDataset(directory, shuffle=False, shuffle_algo=algorithm, shuffle_block_size=1)
+    StreamingDataset(directory, shuffle=True, shuffle_algo="py1br", shuffle_block_size=largest - 1)
 
 
 def test_a_prefetching_iteration_ends_its_threads(tmp_path: Path, directory: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 from lightning_faulttolerant import StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import (
     CacheLimitError,
+    DamagedIndexError,
     DamagedShardError,
     IndexFileError,
     MissingIndexError,
@@ -164,6 +165,29 @@ def test_shards_are_evicted_and_fetched_again(tmp_path: Path, remote: str, num_w
         assert len(shard_paths(cache)) <= 5
 
 
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_a_limit_that_is_too_low_is_refused_at_construction(tmp_path: Path, remote: str, is_enough: bool) -> None:
+    """There is room for four of the largest shards, and for one beside all indexes, or there is no data set."""
+    index, largest = Path(remote, "index.json").stat().st_size, max(path.stat().st_size for path in shard_paths(remote))
+    assert index > 3 * largest
+    limit = index + largest - (not is_enough)
+    with contextlib.nullcontext() if is_enough else pytest.raises(ValueError, match=f"too low.*at least {limit + 1}"):
+        StreamingDataset(str(tmp_path / "cache"), remote, cache_limit=limit)
+    StreamingDataset(remote, cache_limit=1)  # nothing is fetched, so nothing counts
+
+
+def test_a_limit_has_room_for_four_shards(tmp_path: Path) -> None:
+    """As in the original library, whose limits work here."""
+    with MDSWriter(out=str(tmp_path / "remote"), columns={"n": "bytes"}, size_limit=20_000) as writer:
+        for _ in range(10):
+            writer.write({"n": bytes(10_000)})
+    largest = max(path.stat().st_size for path in shard_paths(tmp_path / "remote"))
+    with pytest.raises(ValueError, match="too low"):
+        StreamingDataset(str(tmp_path / "cache"), str(tmp_path / "remote"), cache_limit=4 * largest - 1)
+    dataset = StreamingDataset(str(tmp_path / "cache"), str(tmp_path / "remote"), cache_limit=4 * largest)
+    assert len(list(dataset)) == 10
+
+
 @WORKERS
 def test_a_pickled_column_is_refused(tmp_path: Path, num_workers: int) -> None:
     """A column that would run code raises before a byte of it is read, unless it is allowed."""
@@ -193,6 +217,11 @@ def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> N
         StreamingDataset(str(tmp_path / "nothing"))
     with pytest.raises(FileNotFoundError, match="index"):
         StreamingDataset(str(tmp_path / "cache"), str(tmp_path / "nothing"), download_retry=0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "index.json").touch()
+    for place in (str(tmp_path / "empty"), str(tmp_path / "cache")):
+        with pytest.raises(ValueError, match="index"):
+            StreamingDataset(place, str(tmp_path / "empty"), download_retry=0)
     shard_paths(remote)[0].unlink()
     with pytest.raises(FileNotFoundError, match="shard"):
         _read(remote)
@@ -200,8 +229,15 @@ def test_errors_are_also_those_of_the_original(tmp_path: Path, remote: str) -> N
         writer.write({"n": 5})
     with pytest.raises(ValueError, match="allow_unsafe_types"):
         StreamingDataset(str(tmp_path / "pickled"))
-    for kind in (CacheLimitError, DamagedShardError, UnsafeDataError):
+    for kind in (CacheLimitError, DamagedIndexError, DamagedShardError, UnsafeDataError):
         assert issubclass(kind, ValueError)
-    for kind in (CacheLimitError, DamagedShardError, MissingIndexError, MissingShardError, UnsafeDataError):
+    for kind in (
+        CacheLimitError,
+        DamagedIndexError,
+        DamagedShardError,
+        MissingIndexError,
+        MissingShardError,
+        UnsafeDataError,
+    ):
         error = pickle.loads(pickle.dumps(kind("text")))
         assert (type(error), str(error)) == (kind, "text")

@@ -3,12 +3,14 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_faulttolerant import Stream, StreamingDataLoader, StreamingDataset
 from lightning_faulttolerant.errors import FingerprintMismatchError
+from tests.foreign import mosaic
 from tests.streaming.shard_files import batches, numbers, write
 
 
@@ -51,6 +53,55 @@ def test_an_epoch_has_of_each_stream_what_its_weight_says(
     assert len(dataset) == sum(expected)
     assert first != second
     assert (dataset.num_samples, dataset.size) == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "expected"),
+    [
+        ([{}, {}], {}, [(0.6, 1, 60), (0.4, 1, 40)]),
+        ([{"proportion": 1}, {"proportion": 3}], {"epoch_size": 200}, [(0.25, 50 / 60, 50), (0.75, 3.75, 150)]),
+        ([{"repeat": 2}, {"choose": 40}], {}, [(0.75, 2, 120), (0.25, 1, 40)]),
+    ],
+)
+def test_a_stream_says_what_its_weight_comes_to(
+    directories: list[str],
+    weights: list[dict[str, Any]],
+    options: dict[str, Any],
+    expected: list[tuple[float, float, int]],
+) -> None:
+    """Both the streams that were given and those of the data set; what was given counts for the next data set."""
+    given = [Stream(local=directory, **weight) for directory, weight in zip(directories, weights, strict=True)]
+    dataset = StreamingDataset(streams=given, **options)
+    for streams in (given, dataset.streams):
+        assert [(stream.proportion, stream.repeat, stream.choose) for stream in streams] == expected
+    again = StreamingDataset(streams=[Stream(local=directories[0])], epoch_size=5)
+    assert (again.streams[0].proportion, again.streams[0].choose) == (1, 5)
+    both = StreamingDataset(streams=given, **options)
+    assert [(stream.proportion, stream.repeat, stream.choose) for stream in both.streams] == expected
+
+
+def test_a_weight_may_be_set_later(directories: list[str]) -> None:
+    """What is set on a stream before a data set has it counts; a second weight beside the resolved ones is refused."""
+    streams = [Stream(local=directory) for directory in directories]
+    streams[0].choose = 7
+    assert _counts(numbers(StreamingDataset(streams=streams))) == (7, 40)
+    streams[0].repeat = 3
+    with pytest.raises(ValueError, match="at most one"):
+        StreamingDataset(streams=streams)
+
+
+class _Named(Stream):
+    def __init__(self, *, name: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.name = name
+
+
+def test_a_derived_stream_stays_what_it_is(directories: list[str]) -> None:
+    """Its class and its own attributes are those of the data set's stream; the given one keeps what it left open."""
+    given = [_Named(name="a", local=directories[0]), _Named(name="b", local=directories[1])]
+    dataset = StreamingDataset(streams=given, download_retry=5)
+    assert [stream.name for stream in dataset.streams if isinstance(stream, _Named)] == ["a", "b"]
+    assert [stream.download_retry for stream in (*given, *dataset.streams)] == [None, None, 5, 5]
 
 
 def test_no_sample_is_read_more_often_than_others_need(directories: list[str]) -> None:
@@ -148,6 +199,16 @@ def test_a_remote_without_a_directory_is_cached_in_the_temporary_one(
     assert numbers(StreamingDataset(streams=[Stream(remote=remote)])) == list(range(20))
     assert numbers(StreamingDataset(remote=remote)) == list(range(20))
     assert len(list((tmp_path / "tmp").iterdir())) == 1
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_the_directory_of_a_remote_is_that_of_the_original(split: str | None, tmp_path: Path) -> None:
+    """`local` says where shards are cached, in the directory that the original library would take."""
+    theirs = mosaic().Stream
+    remote = str(tmp_path / "remote")
+    stream = Stream(remote=remote, split=split)
+    assert stream.local == theirs._get_temporary_directory(SimpleNamespace(remote=remote, split=split or ""))
+    assert Stream(local="here", split=split).local == "here"
 
 
 @pytest.mark.parametrize(

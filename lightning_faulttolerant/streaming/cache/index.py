@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_faulttolerant.errors import IndexFileError, MissingIndexError
+from lightning_faulttolerant.errors import DamagedIndexError, IndexFileError, MissingIndexError
 from lightning_faulttolerant.streaming.cache import marks
 from lightning_faulttolerant.streaming.cache.attempts import Attempts, FailedError
 from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX, OTHER_INDEX
@@ -88,18 +88,23 @@ def _download(source: Remote, attempts: Attempts) -> bytes:
     def attempt() -> bytes:
         text = source.read(INDEX_NAME, timeout_seconds=attempts.timeout_seconds)
         if not _is_complete(text):
-            raise IndexFileError(f"its {len(text)} bytes are no complete index")
+            raise DamagedIndexError(f"its {len(text)} bytes are no complete index")
         return text
 
     try:
         return attempts.run(attempt)
     except FailedError as failed:
         reason = source.without_secrets(str(failed))
-        kind = MissingIndexError if isinstance(failed.__cause__, FileNotFoundError) else IndexFileError
-        raise kind(
+        raise _kind(failed.__cause__)(
             f"The index can't be had from {source.address(INDEX_NAME)}: {reason}. It says which shards there are, so "
             "nothing can be read. Check remote= and the split, and that it can be reached from here."
         ) from failed.__cause__
+
+
+def _kind(cause: BaseException | None) -> type[IndexFileError]:
+    if isinstance(cause, FileNotFoundError):
+        return MissingIndexError
+    return DamagedIndexError if isinstance(cause, DamagedIndexError) else IndexFileError
 
 
 def _directory_for(text: bytes, directory: str, attempts: Attempts) -> str:

@@ -17,6 +17,7 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _LOCK_NAME = "eviction.lock"
 _LOOK_SECONDS = 0.05
 _STILL_SECONDS = 2.0
+_NUM_LARGEST = 4  # as the original: what is read, what is fetched ahead, and room for other processes
 
 
 class LimitedCache(Protocol):
@@ -62,6 +63,7 @@ class CacheLimit:
     def __init__(self, limit: int | str) -> None:
         self.num_bytes = parse_bytes(limit)
         self._caches: dict[str, LimitedCache] = {}
+        self._largest = 0
 
     def add(self, cache: LimitedCache, num_shards: int) -> None:
         """Let a cache count, too.
@@ -77,6 +79,21 @@ class CacheLimit:
                 "while it is fetched (with its compressed file). It could never be read. Give a larger cache_limit."
             )
         self._caches[os.path.realpath(cache.directory)] = cache
+        self._largest = max(self._largest, largest)
+
+    def check(self, index_bytes: int) -> None:
+        """Raise ValueError if a run would soon find no room.
+
+        Args:
+            index_bytes: Of the indexes in the caches that count.
+        """
+        least = max(_NUM_LARGEST * self._largest, index_bytes + self._largest)
+        if self.num_bytes < least:
+            raise ValueError(
+                f"cache_limit is {self.num_bytes} bytes, which is too low: the largest shard takes {self._largest} "
+                f"while it is fetched, the indexes {index_bytes}, and there must be room for {_NUM_LARGEST} such "
+                f"shards. Give at least {least}, and more if several processes read."
+            )
 
     def make_room(self, cache: LimitedCache, shard: int, lock: FileLock | None, *, timeout_seconds: float) -> None:
         """Evict until a shard fits in, and tell all processes that it is about to come.

@@ -187,6 +187,24 @@ class ShardCache:
         """Remove a shard that was fetched, if nobody has used it since a time; return how many bytes are free now."""
         return self._kept.evict(shard, last_use)
 
+    def discard(self, shard: int) -> None:
+        """Remove a shard at once, whoever has used it; it can be fetched again.
+
+        Raises:
+            ValueError: If there is no remote to fetch it from.
+        """
+        if self._remote is None:
+            raise ValueError(
+                f"{self._name(shard)} in {self.directory} can't be evicted: there is no remote to fetch it from again,"
+                " so this would be the only copy. Delete its files yourself if you don't need them."
+            )
+        self._sound.discard(shard)
+        self._kept.discard(shard, timeout_seconds=self._attempts.longest_seconds)
+
+    def is_being_fetched(self, shard: int) -> bool:
+        """Tell whether another process is fetching a shard."""
+        return self._remote is not None and self._kept.is_being_fetched(shard)
+
     def _own_holds(self) -> dict[int, int]:
         if self._process_id != os.getpid():  # those of the parent are the parent's
             self._process_id, self._holds = os.getpid(), {}

@@ -61,11 +61,17 @@ class Encoding(ABC):
         return [decode(buffer, begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
+class WrongTypeError(TypeError, AttributeError):
+    """A value is not of its column's type. As in the original library this is also an ``AttributeError``."""
+
+
 def expect_type(value: Any, types: type | tuple[type, ...], *, encoding: str) -> None:
     """Raise TypeError unless a value is of a type that an encoding holds."""
     if not isinstance(value, types):
         names = " or ".join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
-        raise TypeError(f"A column of encoding {encoding!r} holds {names}, got {type(value).__name__}: {value!r:.100}")
+        raise WrongTypeError(
+            f"A column of encoding {encoding!r} holds {names}, got {type(value).__name__}: {value!r:.100}"
+        )
 
 
 def expect_size(num_bytes: int, expected: int | None) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_faulttolerant.errors import IndexFileError
+from lightning_faulttolerant.errors import DamagedIndexError
 from lightning_faulttolerant.streaming.format.compression import is_known_compression
 from lightning_faulttolerant.streaming.format.encodings import encoding_of
 from lightning_faulttolerant.streaming.format.info import Columns, ShardFile, ShardInfo
@@ -42,7 +42,7 @@ def parse_index(text: str | bytes, *, source: str) -> tuple[ShardInfo, ...]:
         The shards in their order, which is that of the samples.
 
     Raises:
-        IndexFileError: If it is not an index, is not whole, or names a file outside the directory of the data set.
+        DamagedIndexError: If it is not an index, is not whole, or names a file outside the directory of the data set.
     """
     return _Parser(source).shards(text)
 
@@ -131,8 +131,8 @@ class _Parser:
             self._columns[key] = columns
         return self._columns[key]
 
-    def _error(self, what: str) -> IndexFileError:
-        return IndexFileError(
+    def _error(self, what: str) -> DamagedIndexError:
+        return DamagedIndexError(
             f"The index {self._source} can't be read: {what}. "
             f"Without it nobody knows what samples there are; write it, or copy it, again."
         )

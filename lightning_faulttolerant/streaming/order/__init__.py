@@ -4,7 +4,12 @@ from lightning_faulttolerant.streaming.order.batching import BATCHING_METHODS, b
 from lightning_faulttolerant.streaming.order.deal import Deal, normalised, positions_of_step
 from lightning_faulttolerant.streaming.order.epoch import EpochOrder, epoch_order
 from lightning_faulttolerant.streaming.order.mixing import Shares, Weight, shares_of_streams
-from lightning_faulttolerant.streaming.order.originals import SHUFFLES, default_canonical_nodes, kept_nodes
+from lightning_faulttolerant.streaming.order.originals import (
+    SHUFFLES,
+    default_block_size,
+    default_canonical_nodes,
+    kept_nodes,
+)
 
 __all__ = [
     "BATCHING_METHODS",
@@ -15,6 +20,7 @@ __all__ = [
     "Weight",
     "batched_deal",
     "batched_order",
+    "default_block_size",
     "default_canonical_nodes",
     "epoch_order",
     "kept_nodes",

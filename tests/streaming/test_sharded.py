@@ -1,0 +1,202 @@
+"""What a data set of shards shows of them, and what may be done with them, by the original library's names."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_faulttolerant import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from lightning_faulttolerant.errors import MissingIndexError, MissingShardError, UnsafeDataError
+from lightning_faulttolerant.streaming import LocalDataset
+from lightning_faulttolerant.streaming.cache import marks
+from lightning_faulttolerant.streaming.cache.kept import LOCK_SUFFIX
+from lightning_faulttolerant.streaming.cache.locks import FileLock
+from tests.streaming.cache.children import child, wait_for
+from tests.streaming.shard_files import numbers, shard_paths, write
+
+NUM_SAMPLES = 101
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> str:
+    """A data set of some shards."""
+    return write(tmp_path / "remote", NUM_SAMPLES)
+
+
+@pytest.fixture
+def cached(tmp_path: Path, remote: str) -> tuple[StreamingDataset, Path]:
+    """A data set that is fetched from there, and the directory of its cache."""
+    return StreamingDataset(str(tmp_path / "cache"), remote), tmp_path / "cache"
+
+
+def test_shards_are_sequences_of_their_samples(cached: tuple[StreamingDataset, Path]) -> None:
+    """Together the shards have each sample once, in order; a shard is fetched when a sample of it is asked for."""
+    dataset, cache = cached
+    assert dataset.num_shards == len(dataset.shards) == len(dataset.samples_per_shard) > 3
+    assert [shard.samples for shard in dataset.shards] == dataset.samples_per_shard.tolist()
+    assert not shard_paths(cache)
+    last = dataset.shards[-1]
+    assert last[-1] == {"n": NUM_SAMPLES - 1}
+    assert len(shard_paths(cache)) == 1
+    assert numbers(last[:2]) == [NUM_SAMPLES - len(last), NUM_SAMPLES - len(last) + 1]
+    assert numbers(sample for shard in dataset.shards for sample in shard) == list(range(NUM_SAMPLES))
+    assert [shard.size for shard in dataset.shards[1:3]] == dataset.samples_per_shard[1:3].tolist()
+
+
+def test_a_shard_says_what_the_index_says_of_it(tmp_path: Path) -> None:
+    """Its columns, its compression, and the sizes of its files."""
+    plain = StreamingDataset(write(tmp_path / "plain", 30)).shards[0]
+    assert (plain.column_names, plain.column_encodings, plain.compression) == (("n",), ("int",), None)
+    size = shard_paths(tmp_path / "plain")[0].stat().st_size
+    assert (plain.get_raw_size(), plain.get_zip_size(), plain.get_max_size()) == (size, None, size)
+    zipped = StreamingDataset(write(tmp_path / "zipped", 30, compression="gz:1")).shards[0]
+    stored = shard_paths(tmp_path / "zipped")[0].read_bytes()
+    size, zip_size = len(gzip.decompress(stored)), len(stored)
+    assert (zipped.get_raw_size(), zipped.get_zip_size(), zipped.get_max_size()) == (size, zip_size, size + zip_size)
+    assert zipped.compression == "gz:1"
+
+
+def test_shards_are_numbered_over_all_streams(tmp_path: Path) -> None:
+    """The shards of the second stream come after those of the first."""
+    streams = [Stream(local=write(tmp_path / name, 40, first=1000 * at)) for at, name in enumerate("ab")]
+    dataset = StreamingDataset(streams=streams)
+    assert dataset.num_streams == 2
+    assert dataset.samples_per_stream.tolist() == [40, 40]
+    assert dataset.shards[dataset.num_shards // 2][0] == {"n": 1000}
+
+
+def test_shards_are_prepared_and_evicted_by_hand(cached: tuple[StreamingDataset, Path]) -> None:
+    """What is prepared is here without being read, what is evicted is gone, and is fetched again when it is needed."""
+    dataset, cache = cached
+    empty = dataset.cache_usage
+    for shard in range(dataset.num_shards):
+        dataset.prepare_shard(shard)
+    assert len(shard_paths(cache)) == dataset.num_shards
+    assert dataset.cache_usage == empty + sum(shard.get_raw_size() for shard in dataset.shards)
+    assert dataset[0] == {"n": 0}
+    for shard in range(dataset.num_shards):
+        dataset.evict_shard(shard)
+    assert not shard_paths(cache)
+    assert dataset.cache_usage == empty
+    assert dataset[0] == {"n": 0}
+    assert len(shard_paths(cache)) == 1
+    assert numbers(dataset) == list(range(NUM_SAMPLES))
+
+
+def test_the_shard_that_was_used_least_recently_is_evicted(cached: tuple[StreamingDataset, Path]) -> None:
+    """The coldest one is that which was fetched first; with none left there is an error."""
+    dataset, cache = cached
+    paths = []
+    for shard in (2, 0, 1):
+        dataset.prepare_shard(shard)
+        paths += [path for path in shard_paths(cache) if path not in paths]
+    for path in paths:
+        dataset.evict_coldest_shard()
+        assert not path.exists()
+    with pytest.raises(ValueError, match="no shard to evict"):
+        dataset.evict_coldest_shard()
+
+
+def test_a_shard_that_another_process_fetches_is_left_to_it(cached: tuple[StreamingDataset, Path]) -> None:
+    """With `blocking=False` nothing is waited for, and nothing is fetched twice."""
+    dataset, cache = cached
+    (cache / marks.DIRECTORY).mkdir(parents=True, exist_ok=True)
+    path = cache / marks.DIRECTORY / f"{shard_paths(cache.parent / 'remote')[1].name}{LOCK_SUFFIX}"
+
+    def fetch() -> None:
+        FileLock(str(path)).acquire(0)
+        time.sleep(60)
+
+    with child(fetch):
+        wait_for(path.exists)
+        dataset.prepare_shard(1, blocking=False)
+        assert not shard_paths(cache)
+        dataset.prepare_shard(2, blocking=False)
+        assert len(shard_paths(cache)) == 1
+
+
+def test_an_only_copy_is_not_evicted(remote: str) -> None:
+    """Of a data set without a remote nothing is deleted, neither by its number nor as the coldest."""
+    dataset = StreamingDataset(remote)
+    dataset.prepare_shard(0)
+    with pytest.raises(ValueError, match="only copy"):
+        dataset.evict_shard(0)
+    with pytest.raises(ValueError, match="no shard to evict"):
+        dataset.evict_coldest_shard()
+    assert len(shard_paths(remote)) == dataset.num_shards
+    shard_paths(remote)[0].unlink()
+    with pytest.raises(MissingShardError):
+        dataset.prepare_shard(0)
+
+
+@pytest.mark.parametrize("shard", [-1, 1000])
+def test_a_shard_that_there_is_not_is_an_error(cached: tuple[StreamingDataset, Path], shard: int) -> None:
+    """Neither a negative number nor one too large is taken for another shard."""
+    with pytest.raises(IndexError, match="no shard"):
+        cached[0].prepare_shard(shard)
+    with pytest.raises(IndexError, match="no shard"):
+        cached[0].evict_shard(shard)
+
+
+def test_arguments_can_be_read_again(tmp_path: Path, remote: str) -> None:
+    """What a data set was made with is there by the same names, with what it makes of it."""
+    dataset = StreamingDataset(
+        str(tmp_path / "cache"),
+        remote,
+        shuffle=True,
+        shuffle_algo="py1e",
+        shuffle_seed=7,
+        shuffle_block_size=64,
+        sampling_method="fixed",
+        sampling_granularity=2,
+        epoch_size="0.05k",
+        cache_limit="1mb",
+        num_canonical_nodes=2,
+    )
+    assert (dataset.shuffle, dataset.shuffle_algo, dataset.shuffle_seed) == (True, "py1e", 7)
+    assert (dataset.shuffle_block_size, dataset.sampling_method, dataset.sampling_granularity) == (64, "fixed", 2)
+    assert (dataset.epoch_size, dataset.cache_limit, dataset.num_canonical_nodes) == (50, 1 << 20, 2)
+    assert (dataset.batching_method, dataset.allow_unsafe_types) == ("random", False)
+    plain = StreamingDataset(remote)
+    assert (plain.shuffle_algo, plain.num_canonical_nodes, plain.epoch_size) == ("blocks", 1, NUM_SAMPLES)
+
+
+class _Doubled(StreamingDataset):
+    def get_item(self, sample_id: int) -> Any:
+        return {"n": 2 * super().get_item(sample_id)["n"]}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_derived_class_may_have_its_own_get_item(remote: str, num_workers: int) -> None:
+    """`[]`, an iteration and a loader give what it makes of samples."""
+    dataset = _Doubled(remote, batch_size=8)
+    assert dataset[-1] == {"n": 200}
+    assert numbers(dataset) == list(range(0, 202, 2))
+    loader = StreamingDataLoader(_Doubled(remote, batch_size=8), batch_size=8, num_workers=num_workers)
+    assert numbers(loader) == list(range(0, 202, 2))
+
+
+def test_a_local_data_set_is_map_style(tmp_path: Path) -> None:
+    """Torch's samplers choose its samples; it can be pickled, and has a split."""
+    write(tmp_path / "train", 20)
+    dataset = LocalDataset(tmp_path, split="train")
+    assert (len(dataset), dataset.size, dataset[-1]) == (20, 20, {"n": 19})
+    assert sorted(numbers(DataLoader(dataset, batch_size=3, shuffle=True))) == list(range(20))
+    assert numbers(pickle.loads(pickle.dumps(dataset))[3:5]) == [3, 4]
+    with pytest.raises(MissingIndexError):
+        LocalDataset(tmp_path)
+
+
+def test_a_local_data_set_refuses_pickled_columns(tmp_path: Path) -> None:
+    """As the streaming one, unless they are allowed."""
+    with MDSWriter(out=str(tmp_path / "data"), columns={"n": "pkl"}) as writer:
+        writer.write({"n": 5})
+    with pytest.raises(UnsafeDataError):
+        LocalDataset(tmp_path / "data")
+    assert LocalDataset(tmp_path / "data", allow_unsafe_types=True)[0] == {"n": 5}
