@@ -7,8 +7,8 @@ was written over, is told from the right one.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import multiprocessing.util
 import os
 import struct
 import time
@@ -26,11 +26,9 @@ _NOTE_BYTES = 4096
 _SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
 _EMPTY = -1
 _WAIT_SECONDS = 5.0
-_BEFORE_ALL = 1_000
 
 
 _rings: weakref.WeakSet[WorkerRing] = weakref.WeakSet()
-_process_that_closes = 0
 
 
 class WorkerRing:
@@ -51,7 +49,6 @@ class WorkerRing:
             for slot in range(num_slots):
                 self._write(self._slot_offset(worker, slot), _SLOT_HEADER.pack(_EMPTY, 0))
         _rings.add(self)
-        _close_all_at_exit()
 
     @property
     def _worker_bytes(self) -> int:
@@ -178,18 +175,9 @@ def _bytes_of(memory: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
 
 
-def _close_all_at_exit() -> None:
-    """Let the rings of this process be closed when it ends, before multiprocessing waits for the workers.
-
-    The processes that multiprocessing makes wait before ``atexit`` is heard, or instead of it.
-    """
-    global _process_that_closes
-    if _process_that_closes != os.getpid():
-        _process_that_closes = os.getpid()
-        multiprocessing.util.Finalize(None, _close_all, exitpriority=_BEFORE_ALL)
-
-
+@atexit.register
 def _close_all() -> None:
+    """Tell all workers that they are to end: multiprocessing, whose own exit comes next, waits until they have."""
     for ring in _rings:
         if ring._process_id == os.getpid():
             ring.close()

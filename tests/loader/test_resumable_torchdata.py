@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import subprocess
 import sys
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from lightning_faulttolerant import NotExactError, ResumableDataLoader
 from lightning_faulttolerant.loader import resumable
@@ -223,29 +222,9 @@ def test_a_state_in_a_global_of_the_script_is_no_part_of_the_next(num_workers: i
     assert max(sizes[4:]) < 1.2 * max(sizes[2:4])
 
 
-def fail_with_living_workers() -> None:
-    """Raise while a loader has persistent workers."""
-    loader = small(num_workers=2, persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    raise RuntimeError("as a training step does")
-
-
-@pytest.mark.slow
-def test_a_process_that_fails_does_not_wait_for_its_persistent_workers() -> None:
-    """One that multiprocessing has started ends at once, though its workers heed no termination while they serve."""
-    process = multiprocessing.get_context("spawn").Process(target=fail_with_living_workers)
-    process.start()
-    process.join(120)
-    is_alive = process.is_alive()
-    process.kill()
-    assert not is_alive
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_workers_part_of_a_stateful_stream_is_not_drawn_again(num_workers: int) -> None:
-    """It continues from its state, so that a sample that was drawn is not looked at again."""
-    assert get_worker_info() is None
+def test_a_stateful_stream_continues_from_its_state(num_workers: int) -> None:
+    """Also after its first batch, in this process and in a worker."""
     loader = ResumableDataLoader(Counting(), batch_size=1, num_workers=num_workers)
     batches = iter(loader)
     next(batches)
