@@ -110,6 +110,11 @@ class CountedBatches(Iterator[Any]):
         for reason in self._iteration.ring.said():
             refuse(reason, strict=False, not_exact=self._not_exact)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,6 +19,8 @@ from lightning_faulttolerant.loader.own_attributes import TRACKER
 from lightning_faulttolerant.loader.per_sample import SampleSeeds, why_not_per_sample
 from lightning_faulttolerant.loader.resumable_run import LoaderRun
 from lightning_faulttolerant.loader.tracked_class import RESUMABLE
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +70,7 @@ class ResumableDataLoader(DataLoader[T]):
             each sample of a map-style data set, so that its draws don't depend on the number of workers.
         seed: What the samples are seeded from with ``worker_rng="per_sample"``; by default the seed that torch has.
             Give two loaders two seeds, lest they draw the same numbers.
+        snapshot_every_n_steps: Accepted for code written for torchdata's ``StatefulDataLoader``; it has no effect.
         state: A state to go on from, as by `load_state_dict`.
         **kwargs: Further arguments of ``DataLoader``.
 
@@ -91,6 +96,7 @@ class ResumableDataLoader(DataLoader[T]):
         worker_rng: Literal["capture", "per_sample"] = "capture",
         seed: int | None = None,
         state: Mapping[str, Any] | None = None,
+        snapshot_every_n_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         if worker_rng not in ("capture", "per_sample"):
@@ -98,6 +104,9 @@ class ResumableDataLoader(DataLoader[T]):
         super().__init__(dataset, *args, **kwargs)
         # Under names of their own, so that Fabric and Lightning find them when they make the loader anew for a sampler.
         self.worker_rng, self.seed = worker_rng, seed
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        if snapshot_every_n_steps is not None:
+            _say_no_snapshots()
         self._seeds = self._made_seeds()
         self._run: LoaderRun | None = None
         self.state: Mapping[str, Any] | None = None
@@ -139,7 +148,9 @@ class ResumableDataLoader(DataLoader[T]):
 
     @_shown
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop is, and the random states of this instant; it loads with ``weights_only=True``.
+        """Return where the loop is, and the random states of this instant.
+
+        It is made of what JSON has, and ``torch.load`` takes it with ``weights_only=True``.
 
         Raises:
             NotExactError: If the position can't be told exactly.
@@ -150,11 +161,13 @@ class ResumableDataLoader(DataLoader[T]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a state, and put the random states of this process back.
 
+        An iterator that was made before gives no more batches: its next raises `NotExactError`.
+
         Args:
             state_dict: What `state_dict` gave on this rank.
 
         Raises:
-            NotExactError: If an iteration is under way.
+            NotExactError: If the state is of another version, or can't be continued exactly.
             FingerprintMismatchError: If it is the state of another loader. Where Fabric may still put a distributed
                 sampler in, that is told when the iteration begins.
             ValueError: If it is no state of a loader.
@@ -168,6 +181,12 @@ class ResumableDataLoader(DataLoader[T]):
         batches = self._started_run.iterate()
         self.state = None
         return batches
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        if self._run is not None:
+            len(self._run.followed)  # torch warns of more samples than there were to be where it was asked for them
+        return length
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -202,6 +221,14 @@ class _MethodOf:
         if loader is None:
             raise ReferenceError("the loader whose state is asked for is gone")
         return getattr(type(loader), self._name)(loader, *args)
+
+
+@functools.cache
+def _say_no_snapshots() -> None:
+    _log.warning(
+        "snapshot_every_n_steps has no effect in a ResumableDataLoader: each state is that of the last batch, whatever"
+        " the number. Leave it out."
+    )
 
 
 def _why_not_resumable(loader: ResumableDataLoader[Any]) -> str | None:

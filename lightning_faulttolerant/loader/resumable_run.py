@@ -16,15 +16,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_faulttolerant.errors import FingerprintMismatchError, NotExactError
 from lightning_faulttolerant.loader.iteration import Iteration
+from lightning_faulttolerant.loader.json_state import from_json, to_json
 from lightning_faulttolerant.loader.per_sample import SampleSeeds
 from lightning_faulttolerant.loader.ring import WorkerRing
 from lightning_faulttolerant.loader.sampler_name import sampler_name
 from lightning_faulttolerant.loader.told_epochs import ToldEpochs
 from lightning_faulttolerant.loader.tracked import TrackedLoader
-from lightning_faulttolerant.state.blobs import POOL, pack_blobs, unpack_blobs
+from lightning_faulttolerant.state.blobs import POOL
 from lightning_faulttolerant.state.rng import rng_state, set_rng_state
 
-_VERSION = 1
+_VERSION = 2
+_READ = (1, _VERSION)
 _DISTRIBUTED = " over DistributedSampler"  # also Fabric's wrapper of a sampler of the user's own
 
 
@@ -68,14 +70,14 @@ class LoaderRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the random states of this instant, as what a checkpoint may hold."""
         if self._loaded is not None and self._loaded["in_epoch"]:
-            return pack_blobs(copy.deepcopy(self._loaded))
+            return to_json({**copy.deepcopy(self._loaded), "version": _VERSION})
         self._check_untangled()
         iteration = self._iteration
         consumed = None if iteration is None else iteration.num_out
         self._asked_at = consumed
         told = self._told.state_dict() if self._loaded is None else self._loaded["sampler_epochs"]
         self._tracker.held.search()  # for what was made since
-        return pack_blobs(
+        return to_json(
             {
                 "version": _VERSION,
                 "fingerprint": self._fingerprint,
@@ -98,23 +100,18 @@ class LoaderRun:
             restores_rng: Whether the random states of this process are put back at once.
 
         Raises:
-            NotExactError: If an iteration is under way, or the state can't be gone on from.
+            NotExactError: If the state can't be gone on from.
             FingerprintMismatchError: If it is the state of another loader.
             ValueError: If it is no state of a loader.
         """
-        handed = None if self._handed is None else self._handed()
-        if handed is not None and not handed.has_ended:
-            raise NotExactError(
-                "A state was loaded into a ResumableDataLoader while an iteration over it is under way, which began at"
-                " another place. Its batches would not be those of the state. Load the state before the loop begins."
-            )
         state = _unpacked(state_dict)
-        if state.get("version") != _VERSION:
+        if state.get("version") not in _READ:
             raise NotExactError(
-                f"The state of a ResumableDataLoader is of version {state.get('version')}, this package reads version"
-                f" {_VERSION}. Install the version that saved it."
+                f"The state of a ResumableDataLoader is of version {state.get('version')}, this package reads versions"
+                f" up to {_VERSION}. Install the version that saved it."
             )
         _compare(state["fingerprint"], self._fingerprint, may_get_sampler=True)
+        self._abandon()
         self._tracker.load_state_dict(state["loader"])
         self._loaded, self._epoch, self._has_begun = state, state["epoch"], state["has_begun"]
         self._begun_epochs = list(state["begun_epochs"])
@@ -123,6 +120,12 @@ class LoaderRun:
         self._told.listen()
         if restores_rng:
             self._restore(state)
+
+    def _abandon(self) -> None:
+        """Let an iterator that somebody still holds give no more batches: it began at another place."""
+        handed = None if self._handed is None else self._handed()
+        if handed is not None:
+            handed.abandon()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         missing = self._tracker.held.load_state_dict(state["held"])
@@ -230,12 +233,17 @@ class _Handed(Iterator[Any]):
     def __init__(self, run: LoaderRun, batches: Iterator[Any]) -> None:
         self._run = run
         self._batches = batches
-        self._workers = run.workers_of()
-        self.has_ended = False
+        self._ring = run.workers_of()
+        self.has_ended = self._is_abandoned = False
 
     def __next__(self) -> Any:
         if self.has_ended:
             raise StopIteration
+        if self._is_abandoned:
+            raise NotExactError(
+                "A state was loaded into a ResumableDataLoader after this iterator over it was made. Its batches would"
+                " not be those of the state. Make a new iterator: load the state right before the loop begins."
+            )
         try:
             return self._run.fetch(self, self._batches)
         except StopIteration:
@@ -243,12 +251,26 @@ class _Handed(Iterator[Any]):
             self._run.end(self)
             raise
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":
+            raise AttributeError(name)
+        return getattr(self._batches, name)  # such as the workers of torch's iterator
+
+    def abandon(self) -> None:
+        """Give no more batches, and let the workers go."""
+        self._is_abandoned = True
+        self._close_workers()
+        self._batches = iter(())
+
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
 
     def __del__(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
+        self._close_workers()
+
+    def _close_workers(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
 
 
 def _place() -> tuple[int, int]:
@@ -279,7 +301,7 @@ def _unpacked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"This is no state of a ResumableDataLoader: it is {state_dict!r}.")
     if not {POOL, "version"} <= state_dict.keys():
         raise ValueError(f"This is no state of a ResumableDataLoader: it has {sorted(state_dict, key=str)}.")
-    return unpack_blobs(state_dict)
+    return from_json(state_dict)
 
 
 def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sampler: bool = False) -> None:

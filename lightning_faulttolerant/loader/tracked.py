@@ -370,10 +370,10 @@ class TrackedLoader:
         if self.iterable is not None:
             self._start_position = state_dict["iterable"]["position"]
             self.iterable.go_to_epoch(state_dict["iterable"]["epoch"])
-        if record is None and DEAL not in state_dict:
-            return
         if self.loader.persistent_workers:
             vars(self.loader)["_iterator"] = None
+        if record is None and DEAL not in state_dict:
+            return
         if DEAL in state_dict:
             self._plan = (planned(state_dict[DEAL], self.index_side, self.loader), None, 0)
             return

@@ -53,6 +53,7 @@ class Interruptible(ABC):
         self._begin = begin  # what all ranks had consumed before those that are at work now
         self._own = 0  # what this rank has consumed since
         self._is_restored = is_restored
+        self._is_end_restored = False
         self._place: Place | None = None
         self._largest_advance: int | None = None
         self._is_exhausted = False
@@ -179,13 +180,19 @@ class Interruptible(ABC):
         is_under_way = self._begin + self._own > 0 and not self.is_over
         if epoch != self.epoch and (is_under_way or self._is_restored):
             raise HasNotResetProgressError(
-                f"set_epoch({epoch}), but epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'},"
-                f" at {self.progress} of {self._whole()} {self._unit}: what is left of it would be lost. Loop"
-                " over range(sampler.epoch, num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by"
-                " sampler.reset_progress()."
+                f"set_epoch({epoch}), but {self._what_would_be_lost()}. Loop over range(sampler.epoch,"
+                " num_epochs), use `with sampler.in_epoch(epoch):`, or give the rest up by sampler.reset_progress()."
             )
         if epoch != self.epoch or self.is_over:
             self._restart(epoch)
+
+    def _what_would_be_lost(self) -> str:
+        if self._is_end_restored:
+            return f"the end of epoch {self.epoch - 1} was restored: epoch {self.epoch} comes next and would be lost"
+        return (
+            f"epoch {self.epoch} {'was restored' if self._is_restored else 'is under way'}, at {self.progress} of"
+            f" {self._whole()} {self._unit}: what is left of it would be lost"
+        )
 
     @contextlib.contextmanager
     def in_epoch(self, epoch: int, *, strict: bool = True) -> Iterator[None]:
@@ -237,6 +244,7 @@ class Interruptible(ABC):
         """Put the position to one that was checked."""
         is_over = consumed > 0 and self.deal(consumed).num_own == 0
         self._restart(epoch + 1 if is_over else epoch, begin=0 if is_over else consumed, is_restored=True)
+        self._is_end_restored = is_over
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

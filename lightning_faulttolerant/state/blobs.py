@@ -59,6 +59,12 @@ def unpack_blobs(packed: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
+def is_packed(state: dict[Any, Any]) -> bool:
+    """Return whether a dict is what `pack_blobs` gave."""
+    pool = dict.get(state, POOL)
+    return type(pool) is dict and pool.keys() == {"lengths", "data"}
+
+
 def _pack(state: Any, numbers: dict[bytes, int]) -> Any:
     if isinstance(state, bytes):
         return {_REFERENCE: numbers.setdefault(state, len(numbers))}

@@ -107,6 +107,11 @@ def test_fault_the_position_is_applied_to_another_epoch_than_it_was_saved_in() -
         with sampler.in_epoch(epoch):
             sampler.advance(len(list(sampler)))
     assert (sampler.epoch, sampler.progress) == (5, 0)
+    end = sampler_of(1)
+    end.load_state_dict({"progress": 1, "epoch": 1})
+    with pytest.raises(HasNotResetProgressError, match="the end of epoch 1 was restored: epoch 2 comes next"):
+        end.set_epoch(0)
+    end.set_epoch(2)
     beginning = sampler_of(10)
     beginning.load_state_dict({**saved.state_dict(), "global_consumed": 0})
     with pytest.raises(HasNotResetProgressError):

@@ -34,7 +34,9 @@ from lightning_faulttolerant.state.objects.uncarried import (
     CantCarryError,
     LiveError,
     OpaqueError,
+    SavedError,
     TooLargeError,
+    check_not_saved,
     why_not,
 )
 from lightning_faulttolerant.state.objects.users import is_users
@@ -146,7 +148,7 @@ class Encoder:
             try:
                 self.table[number] = self._made(self._kept[number])
             except CantCarryError as error:
-                if not self._is_part:
+                if not self._is_part or isinstance(error, SavedError):
                     raise
                 raise CantCarryError(f"{error}{where}") from error
             finally:
@@ -303,7 +305,7 @@ class Encoder:
         try:
             return self._encode(child)
         except CantCarryError as error:
-            if not is_part:
+            if not is_part or isinstance(error, SavedError):
                 raise
             raise CantCarryError(f"{error}{where}") from error
         finally:
@@ -325,6 +327,7 @@ class Encoder:
         if kinds.is_numpy(value, "ndarray"):
             return ["objects", list(value.shape), self._items(value.ravel().tolist())]
         if isinstance(value, dict):
+            check_not_saved(value)
             kind = next(kind for kind in (defaultdict, OrderedDict, Counter, dict) if isinstance(value, kind))
             pairs = [[self._item(key), self._item(child)] for key, child in containers.pairs_of(value)]
             return [kind.__name__, pairs, self._factory(value) if isinstance(value, defaultdict) else None]

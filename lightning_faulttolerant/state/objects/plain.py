@@ -5,8 +5,10 @@ from __future__ import annotations
 import operator
 import pickle
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
+
+from lightning_faulttolerant.state.blobs import POOL
 
 _LEAVES = frozenset({type(None), bool, int, float, str})
 _KINDS = _LEAVES | {list, dict, tuple}
@@ -46,6 +48,8 @@ def plain_of(value: Any) -> Plain | None:
     ids, tuples, num_bytes = {id(value)}, set[int](), 0
     for _ in range(_MAX_DEPTH):
         dicts = layer.get(dict, [])
+        if any(map(operator.contains, dicts, repeat(POOL))):  # a state that was saved, perhaps
+            return None
         parts = [list(chain.from_iterable(inside)) for inside in (*layer.values(), map(_values_of, dicts)) if inside]
         layer = {}
         for items in parts:

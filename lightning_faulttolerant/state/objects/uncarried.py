@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_faulttolerant.state.blobs import is_packed
 from lightning_faulttolerant.state.objects import kinds
 
 
@@ -15,12 +16,22 @@ class LiveError(CantCarryError):
     """A value stands for something outside of Python, which is no state: an open file, a lock, a progress bar."""
 
 
+class SavedError(LiveError):
+    """A value is, or holds, a state that was saved: in the next state it would be there with those before it."""
+
+
 class OpaqueError(CantCarryError):
     """A value is an object that only its library can read: it may be a handle of that library's."""
 
 
 class TooLargeError(CantCarryError):
     """A value is larger than there is room."""
+
+
+def check_not_saved(value: dict[Any, Any]) -> None:
+    """Raise if a dict is a state that this package has given."""
+    if is_packed(value):
+        raise SavedError("a state that was saved")
 
 
 def why_not(value: Any) -> CantCarryError:
