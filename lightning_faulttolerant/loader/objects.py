@@ -43,10 +43,13 @@ def _is_no_part(value: Any) -> bool:
     return isinstance(value, nn.Module) or is_torchs or is_iterated(value) or is_shared(value)
 
 
-COPIES_RULES = Rules(is_live=_is_no_part, goes_by_attributes=goes_by_attributes, left_out=_left_out)
+COPIES_RULES = Rules(is_live=_is_no_part, goes_by_attributes=goes_by_attributes, left_out=_left_out, drops_saved=True)
 """Of what workers copy: modules are no part of it, and of loaders only what a user's class adds to torch's."""
 _FED_RULES = Rules(
-    is_live=lambda value: isinstance(value, DataLoader), goes_by_attributes=goes_by_attributes, left_out=_left_out
+    is_live=lambda value: isinstance(value, DataLoader),
+    goes_by_attributes=goes_by_attributes,
+    left_out=_left_out,
+    drops_saved=True,
 )
 
 
@@ -109,6 +112,7 @@ class LoaderObjects:
             is_live=lambda value: isinstance(value, Dataset) or _is_no_part(value),
             goes_by_attributes=goes_by_attributes,
             left_out=_left_out,
+            drops_saved=True,
         )
         self._dataset = loader.dataset
         self.owed_memory: Mapping[str, Any] = {}

@@ -21,7 +21,7 @@ from lightning_faulttolerant.state.objects.graph import Graph
 from lightning_faulttolerant.state.objects.marks import held, is_readable, same
 from lightning_faulttolerant.state.objects.nodes import Node
 from lightning_faulttolerant.state.objects.tensor_contents import NothingThereError
-from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, OpaqueError
+from lightning_faulttolerant.state.objects.uncarried import CantCarryError, LiveError, OpaqueError, SavedError
 from lightning_faulttolerant.state.objects.unchanged import Unchanged
 from lightning_faulttolerant.state.objects.walk import Rules, attributes_of, graph_of
 
@@ -231,20 +231,21 @@ class ObjectState:
         if without:
             changed = {part for part in changed if _path_of(path, part) not in without}
         found: dict[str, Any] = {}
+        drops = self._rules.drops_saved
         if not changed or node.value is None:
             return found
         if _STATE in changed:
-            with _Noted(lost, path):
+            with _Noted(lost, path, drops):
                 found[_STATE] = encoder.state(node.value.state_dict())
         if _CONTENT in changed:
-            with _Noted(lost, path):
+            with _Noted(lost, path, drops):
                 found[_CONTENT] = encoder.content(node.value)
         now = kinds.attributes(node.value)
         attributes = []
         for name in sorted(changed - {_STATE, _CONTENT}):
             if name in now:
                 encoder.may_be_handle = _may_be_handle(node, name)
-                with _Noted(lost, f"{path}.{name}", live=self.live, may_be_handle=encoder.may_be_handle):
+                with _Noted(lost, f"{path}.{name}", drops, live=self.live, may_be_handle=encoder.may_be_handle):
                     attributes.append([name, encoder.encode(now[name])])
         gone = sorted(changed - {_STATE, _CONTENT} - now.keys())
         return {**found, **({"attributes": attributes} if attributes else {}), **({"gone": gone} if gone else {})}
@@ -351,9 +352,9 @@ class _Noted:
     """Notes why a value can't be carried."""
 
     def __init__(
-        self, lost: dict[str, str], path: str, *, live: dict[str, str] | None = None, may_be_handle: bool = False
+        self, lost: dict[str, str], path: str, drops_saved: bool, *, live: Any = None, may_be_handle: bool = False
     ) -> None:
-        self._lost, self._path, self._may_be_handle = lost, path, may_be_handle
+        self._lost, self._path, self._may_be_handle, self._drops_saved = lost, path, may_be_handle, drops_saved
         self._live = {} if live is None else live
 
     def __enter__(self) -> None:
@@ -361,6 +362,7 @@ class _Noted:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         is_handle = isinstance(error, LiveError) or (self._may_be_handle and isinstance(error, OpaqueError))
+        is_handle &= self._drops_saved or not isinstance(error, SavedError)
         if is_handle:  # that was opened, or opened again: it is no state
             self._live[self._path] = str(error)
             return True

@@ -45,12 +45,15 @@ class Rules:
         left_out: Returns the names of an object's attributes that are not its user's.
         is_live: Returns whether an object is not looked into, only known by its path.
         goes_by_attributes: Returns whether the attributes of an object are its state although it has a ``state_dict``.
+        drops_saved: Whether a variable with a state that this package has given is passed over, rather than named: in a
+            loader's state it would be there with all states before it.
         max_items: Of a container with more items only the length is looked at, of a large array a few elements.
     """
 
     left_out: Callable[[Any], Collection[str]] = lambda value: _NOTHING
     is_live: Callable[[Any], bool] = lambda value: False
     goes_by_attributes: Callable[[Any], bool] = lambda value: False
+    drops_saved: bool = False
     max_items: float = math.inf
 
 

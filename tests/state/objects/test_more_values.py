@@ -25,7 +25,9 @@ from scipy import spatial
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lightning_faulttolerant.loader.resumable import ResumableDataLoader
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState, contents_of
+from lightning_faulttolerant.state.objects.walk import Rules
 from tests.state.objects.test_object_state import carried, through_a_file
 
 
@@ -537,3 +539,17 @@ def test_module_of_the_same_name_as_a_library(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "datasets", module)
     _, fresh = carried(lambda: SimpleNamespace(own=vars(module)["Own"]()), lambda root: vars(root.own).update(level=3))
     assert fresh.own.level == 3
+
+
+def test_state_of_a_loader_is_named_or_dropped() -> None:
+    """A value that holds one is lost: of a fit that is said, of a loader whose next state would hold it it isn't."""
+    loader = ResumableDataLoader([1, 2])
+
+    class Keeps:
+        pass
+
+    for rules, lost in ((Rules(), {"root.kept"}), (Rules(drops_saved=True), set())):
+        keeps = Keeps()
+        state = ObjectState({"root": keeps}, rules)
+        keeps.kept = {"loader": loader.state_dict(), "best": 3}
+        assert state.state_dict()[LOST].keys() == lost
