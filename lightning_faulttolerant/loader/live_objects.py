@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_faulttolerant.loader.objects import goes_by_attributes
 from lightning_faulttolerant.state.differences import digests_of
-from lightning_faulttolerant.state.objects.kinds import is_shared, is_walked
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_shared, is_walked
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of
@@ -22,7 +22,12 @@ _LOADER = "loader"
 _RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
 
 
+_OF_TORCH = frozenset(vars(DataLoader([0])))
+
+
 def _left_out(value: Any) -> Collection[str]:
+    if isinstance(value, Namespace) and isinstance(value.owner, DataLoader):
+        return _OF_TORCH | names_in_libraries(type(value.owner))
     return names_in_libraries(type(value))
 
 
@@ -43,13 +48,16 @@ class LiveObjects:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another one has another baseline
         self._state = ObjectState(self._roots(), _RULES)
 
     def _roots(self) -> dict[str, Any]:
         roots = {_LOADER: self._loader}
         for name, inner in torch_loaders_in(self._loader).items():
             known = {id(one) for one in roots.values()}
-            roots.update({f"{name}.{key}": child for key, child in vars(inner).items() if id(child) not in known})
+            children = {f"{name}.{key}": child for key, child in vars(inner).items() if not _is_users(key)}
+            roots.update({path: child for path, child in children.items() if id(child) not in known})
+            roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))
         return roots
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +105,11 @@ def _is_live(value: Any) -> bool:
         return not is_walked(value)
     kind = type(value)
     return isinstance(value, threading.Thread) or kind.__module__.partition(".")[0] in _RUNNING
+
+
+def _is_users(name: str) -> bool:
+    """Return whether an attribute of a torch loader is neither torch's nor Lightning's."""
+    return name not in _OF_TORCH and not name.startswith("__")
 
 
 def _digest(state: Mapping[str, Any]) -> Any:
