@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import Moment
-from lightning_faulttolerant.loader.live_objects import LiveObjects
+from lightning_faulttolerant.loader.live_objects import LiveObjects, digest_of
 from lightning_faulttolerant.loader.replay import Chain, Run
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST
@@ -38,6 +38,11 @@ class ReplayedIteration:
         """Return the shortest chain of which a batch can be compared after so many batches."""
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
+
+    def note_first(self, objects: Mapping[str, Any]) -> None:
+        """Note what has changed on the loader's objects right before the first batch."""
+        for _, run in self.places:
+            run.first = objects if digest_of(objects) != digest_of(run.objects) else {}
 
     def note(self, batch: Any, before: Moment, after: Moment) -> None:
         """Note a batch, and the moments before and after it was drawn."""
@@ -76,7 +81,7 @@ class Replayer:
         return ReplayedBatches(batches, self, self.iteration)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        objects = self._objects.state_dict()
+        objects = self._objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
         if not chains or not (objects.get(LOST) or self._objects.live()):
@@ -108,10 +113,13 @@ class Replayer:
     def load_state_dict(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> None:
         """Draw everything again up to a position of `state_dict`, and let the next iteration continue from there."""
         self._resumed = None
-        if state["chain"] is not None:
+        chain = state["chain"]
+        if chain is not None:
             before = rng_state()
+            begun = (chain["start"].get("objects", {}), *chain["objects"], *chain.get("first", ()))
             try:
-                batches = self._played(state["chain"], make_iterator)
+                with self._objects.globals_kept(*begun):
+                    batches = self._played(chain, make_iterator)
             finally:
                 set_rng_state(before)
             self._resumed = None if state["consumed"] is None else batches
@@ -155,6 +163,10 @@ class Replayer:
         for line in self._objects.load_state_dict(objects):
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
 
+    def objects_at_start(self) -> dict[str, Any]:
+        """Return what has changed on the loader's objects, and on what an iteration that begins may read."""
+        return self._objects.at_start()
+
     def live(self) -> list[Any]:
         """Return the iterators and the like in the loader, which a replay makes again."""
         return list(self._objects.live().values())
@@ -169,6 +181,8 @@ class ReplayedBatches(Iterator[Any]):
         self._iteration = iteration
 
     def __next__(self) -> Any:
+        if not self._iteration.num_out:
+            self._iteration.note_first(self._replayer.objects_at_start())
         before = self._replayer.moment()
         try:
             batch = next(self._batches)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from tests.data_sets import NoisyDataset
-from tests.runs import Cut, Net, assert_goes_on, each_cut
+from tests.runs import FIRST_EPOCH, LATER_EPOCH, Cut, Net, assert_goes_on, each_cut, fit_net
 
 
 class CountsSamples(DataLoader[Any]):
@@ -59,7 +61,7 @@ class SetsNoise(Callback):
     """Sets that."""
 
     def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.train_dataloader.noise = 0.5 * (1 + trainer.current_epoch)
+        trainer.train_dataloader.noise = 0.5 * (2 + trainer.current_epoch)
 
 
 @each_cut
@@ -76,3 +78,65 @@ def test_numbers_on_a_torch_loader(
         return kind(NoisyDataset(), batch_size=4, shuffle=True)
 
     assert_goes_on(cut, train=train, module=module, users=users, max_epochs=3)
+
+
+seed = 0
+
+
+class SeededByGlobal:
+    """Seeds each epoch with a global of its module."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(8):
+            yield torch.randn(4, 4, generator=generator) + torch.randn(())
+
+
+class SetsSeed(Callback):
+    """Sets that when an epoch starts, and again in its middle."""
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        global seed
+        seed = 100 + trainer.current_epoch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        global seed
+        if batch_idx == 1:
+            seed = 0
+
+
+@each_cut
+def test_global_that_an_iteration_reads(cut: Cut) -> None:
+    """An epoch is drawn again with the globals of then, and training continues with those of now."""
+    assert_goes_on(cut, train=SeededByGlobal, users=lambda: [SetsSeed()], max_epochs=3)
+
+
+class BeginsAtOnce:
+    """Counts and draws when an iteration is begun."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_begun += 1
+        shift = torch.randn(())
+        return (torch.randn(4, 4) + shift + self.num_begun for _ in range(8))
+
+
+@pytest.mark.parametrize("kind", [SeededByGlobal, BeginsAtOnce])
+@pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH, Cut(kill=16, every=1, goes_on_at=(2, 0))])
+def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
+    """Lightning asks a loader of validation for an iterator right after it began to train on the same object."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        loader = kind()
+        return fit_net(callbacks, directory, train=loader, validation=loader, num_sanity_val_steps=0, max_epochs=3)
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
+    assert (cost.epoch, cost.batch) == cut.goes_on_at
