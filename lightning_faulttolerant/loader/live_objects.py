@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -48,13 +48,20 @@ class LiveObjects:
 
     Args:
         loader: The user's.
+        older: Those of others, whose baselines are older: the sanity check may have changed what they share since.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, older: Iterable[LiveObjects] = ()) -> None:
         self._loader = loader
         self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another one has another baseline
         self._state = ObjectState(self._roots(), _RULES)
         self._globals = self._globals_around(loader)
+        self._older = list(older)
+        self._before: list[Mapping[str, Any]] = []
+        for other in self._older:
+            for own in (self._state, self._globals):
+                own.share(other._globals)
+                own.share(other._state)
 
     def _globals_around(self, loader: Any) -> ObjectState:
         """Return the globals of the user's modules, without the loader's own objects."""
@@ -91,6 +98,20 @@ class LiveObjects:
         self._state.add(self._roots())
         own = {name: state[name] for name in (NODES, TABLE, LOST)}
         return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
+
+    def begin_load(self, *states: Mapping[str, Any]) -> None:
+        """Get ready for `states` to be loaded: what has been loaded for others is what it was when this was made."""
+        shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
+        for other in self._older:
+            other.unload(shared)
+        self._before = [self._state.values_of(state) for state in states if NODES in state]
+
+    def unload(self, ids: Collection[int]) -> None:
+        """Let those of its objects that have one of these ``id`` be what they were before `begin_load`."""
+        things = self._state.things_of(lambda value: True)
+        for state in self._before:
+            nodes = {path: content for path, content in state[NODES].items() if id(things.get(path)) in ids}
+            self._state.load_state_dict({**state, NODES: nodes})
 
     @contextmanager
     def globals_kept(self, *states: Mapping[str, Any]) -> Iterator[None]:

@@ -8,7 +8,7 @@ a checkpoint can't carry lives on in the loader, all is drawn again since it was
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,15 +61,16 @@ class Replayer:
     Args:
         loader: The user's.
         name: What messages call it.
+        older: Those of the fit's other loaders, which were made before.
     """
 
-    def __init__(self, loader: Any, *, name: str) -> None:
+    def __init__(self, loader: Any, *, name: str, older: Iterable[Replayer] = ()) -> None:
         self._name = name
         self._resumed: Iterator[Any] | None = None
         self.strict = True
         self.not_exact: list[str] = []
         self.held = HeldGenerators({"loader": loader})
-        self._objects = LiveObjects(loader)
+        self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -81,10 +82,10 @@ class Replayer:
         return ReplayedBatches(batches, self, self.iteration)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        objects = self._objects.at_start()
+        objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
-        if not chains or not (objects.get(LOST) or self._objects.live()):
+        if not chains or not (objects.get(LOST) or self.objects.live()):
             chains.append(Chain(start=now))
         self.iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
         batches = make_iterator()
@@ -104,7 +105,7 @@ class Replayer:
             NotExactError: If that position is not known any more.
         """
         iteration = iteration or self.iteration
-        state: dict[str, Any] = {"consumed": consumed, "now": self._objects.state_dict(), "chain": None}
+        state: dict[str, Any] = {"consumed": consumed, "now": self.objects.state_dict(), "chain": None}
         if iteration is None:
             return {**state, "consumed": None}
         chain, run = iteration.place_to_compare(consumed)
@@ -114,11 +115,12 @@ class Replayer:
         """Draw everything again up to a position of `state_dict`, and let the next iteration continue from there."""
         self._resumed = None
         chain = state["chain"]
+        begun = [chain["start"].get("objects", {}), *chain["objects"], *chain.get("first", ())] if chain else []
+        self.objects.begin_load(*begun, state["now"])
         if chain is not None:
             before = rng_state()
-            begun = (chain["start"].get("objects", {}), *chain["objects"], *chain.get("first", ()))
             try:
-                with self._objects.globals_kept(*begun):
+                with self.objects.globals_kept(*begun):
                     batches = self._played(chain, make_iterator)
             finally:
                 set_rng_state(before)
@@ -160,16 +162,16 @@ class Replayer:
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def _load(self, objects: Mapping[str, Any]) -> None:
-        for line in self._objects.load_state_dict(objects):
+        for line in self.objects.load_state_dict(objects):
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
 
     def objects_at_start(self) -> dict[str, Any]:
         """Return what has changed on the loader's objects, and on what an iteration that begins may read."""
-        return self._objects.at_start()
+        return self.objects.at_start()
 
     def live(self) -> list[Any]:
         """Return the iterators and the like in the loader, which a replay makes again."""
-        return list(self._objects.live().values())
+        return list(self.objects.live().values())
 
 
 class ReplayedBatches(Iterator[Any]):

@@ -216,7 +216,7 @@ class Loaders:
         for tracker in others:
             if has_state or tracker.place == place:  # loaders are reloaded, and this is the one of before
                 return tracker, tracker.followed
-        tracker = tracker_of(loader, place=place)
+        tracker = tracker_of(loader, place=place, older=self._followed)
         tracker.strict, tracker.not_exact = self.strict, self.not_exact
         tracker.follow()
         self._followed.append(tracker)

@@ -140,3 +140,44 @@ def test_one_loader_for_training_and_validation(kind: Any, cut: Cut) -> None:
 
     [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
     assert (cost.epoch, cost.batch) == cut.goes_on_at
+
+
+class Source:
+    """Counts what it has given to all of its loaders, and keeps the last ones."""
+
+    def __init__(self) -> None:
+        self.num_given = 0
+        self.last: list[Tensor] | None = None
+
+    def give(self) -> Tensor:
+        """Return a batch that follows from what was given before."""
+        self.num_given += 1
+        self.last = [*(self.last or [torch.zeros(4, 4)])[-2:], torch.randn(4, 4)]
+        return sum(self.last, start=torch.full((4, 4), self.num_given / 8))
+
+
+class FromSource:
+    """Gives what a source gives."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.source.give() for _ in range(8))
+
+
+@each_cut
+@pytest.mark.parametrize("is_one", [False, True])
+def test_what_the_sanity_check_moves(is_one: bool, cut: Cut) -> None:
+    """A resumed run has no sanity check, and begins with what one left on objects that the training shares."""
+
+    def fit(callbacks: list[Callback], directory: Path) -> Trainer:
+        train = FromSource(Source())
+        validation = train if is_one else FromSource(train.source)
+        return fit_net(callbacks, directory, train=train, validation=validation, max_epochs=3)
+
+    [cost] = assert_resumes_exactly(fit, [KillAt(cut.kill)], options={"every_n_train_steps": cut.every})
+    assert (cost.epoch, cost.batch) == cut.goes_on_at
