@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_faulttolerant.loader.objects import goes_by_attributes
 from lightning_faulttolerant.state.differences import digests_of
-from lightning_faulttolerant.state.objects.kinds import is_shared, is_walked
+from lightning_faulttolerant.state.objects.kinds import Namespace, is_shared, is_walked
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
+from lightning_faulttolerant.state.objects.modules import users_namespaces
 from lightning_faulttolerant.state.objects.object_state import LOST, NODES, TABLE, ObjectState
 from lightning_faulttolerant.state.objects.walk import Rules, graph_of
 
-_LOADER = "loader"
+_LOADER, _GLOBALS = "loader", "globals"
 # Queues, pools and processes: what lies in them, or runs there, is part of the next batches.
 _RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
 
 
+_OF_TORCH = frozenset(vars(DataLoader(TensorDataset(torch.empty(1)))))
+
+
 def _left_out(value: Any) -> Collection[str]:
+    if isinstance(value, Namespace) and isinstance(value.owner, DataLoader):
+        return _OF_TORCH | names_in_libraries(type(value.owner))
     return names_in_libraries(type(value))
 
 
@@ -31,6 +39,7 @@ _RULES = Rules(
     goes_by_attributes=goes_by_attributes,
     left_out=_left_out,
 )
+_NO_PART = (nn.Module, nn.Parameter, torch.optim.Optimizer, DataLoader)  # of what a loader reads in globals
 _NEAR = replace(_RULES, max_items=1_000)  # nobody keeps iterators among so many items
 
 
@@ -39,31 +48,80 @@ class LiveObjects:
 
     Args:
         loader: The user's.
+        older: Those of others, whose baselines are older: the sanity check may have changed what they share since.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, older: Iterable[LiveObjects] = ()) -> None:
         self._loader = loader
+        self._namespaces: dict[int, Namespace] = {}  # one for each torch loader: another one has another baseline
         self._state = ObjectState(self._roots(), _RULES)
+        self._globals = self._globals_around(loader)
+        self._older = list(older)
+        self._before: list[Mapping[str, Any]] = []
+        for other in self._older:
+            for own in (self._state, self._globals):
+                own.share(other._globals)
+                own.share(other._state)
+
+    def _globals_around(self, loader: Any) -> ObjectState:
+        """Return the globals of the user's modules, without the loader's own objects."""
+        own = self._state.things_of(lambda value: True)
+        ids = {id(value) for value in own.values()}
+        rules = replace(_RULES, is_live=lambda value: id(value) in ids or _is_no_part(value))
+        return ObjectState(users_namespaces({_LOADER: loader}), rules)
 
     def _roots(self) -> dict[str, Any]:
         roots = {_LOADER: self._loader}
         for name, inner in torch_loaders_in(self._loader).items():
             known = {id(one) for one in roots.values()}
-            roots.update({f"{name}.{key}": child for key, child in vars(inner).items() if id(child) not in known})
+            children = {f"{name}.{key}": child for key, child in vars(inner).items() if not _is_users(key)}
+            roots.update({path: child for path, child in children.items() if id(child) not in known})
+            roots[f"{name}'s own"] = self._namespaces.setdefault(id(inner), Namespace(owner=inner))
         return roots
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has changed since this was made; an empty dict if nothing has."""
         self._state.add(self._roots())
-        state = self._state.state_dict()
-        return state if state[NODES] or state[LOST] else {}
+        return _if_any(self._state.state_dict())
+
+    def at_start(self) -> dict[str, Any]:
+        """Return the same, and what has changed on the globals of the user's modules, which an iteration may read."""
+        around = _if_any(self._globals.state_dict())
+        return {**self.state_dict(), **({_GLOBALS: around} if around else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore what `state_dict` returned, unless all is so already; return what could not be."""
-        if not state:
+        if _GLOBALS in state:  # what is not there any more shows in the batches, if they follow from it
+            self._globals.load_state_dict(state[_GLOBALS])
+        if NODES not in state:
             return []
         self._state.add(self._roots())
-        return [] if _digest(self.state_dict()) == _digest(state) else self._state.load_state_dict(state)
+        own = {name: state[name] for name in (NODES, TABLE, LOST)}
+        return [] if digest_of(self.state_dict()) == digest_of(own) else self._state.load_state_dict(own)
+
+    def begin_load(self, *states: Mapping[str, Any]) -> None:
+        """Get ready for `states` to be loaded: what has been loaded for others is what it was when this was made."""
+        shared = {id(value) for value in self._state.things_of(lambda value: True).values()}
+        for other in self._older:
+            other.unload(shared)
+        self._before = [self._state.values_of(state) for state in states if NODES in state]
+
+    def unload(self, ids: Collection[int]) -> None:
+        """Let those of its objects that have one of these ``id`` be what they were before `begin_load`."""
+        things = self._state.things_of(lambda value: True)
+        for state in self._before:
+            nodes = {path: content for path, content in state[NODES].items() if id(things.get(path)) in ids}
+            self._state.load_state_dict({**state, NODES: nodes})
+
+    @contextmanager
+    def globals_kept(self, *states: Mapping[str, Any]) -> Iterator[None]:
+        """Let what is loaded of globals meanwhile, from some of `at_start`, be as it is now again."""
+        around = [self._globals.values_of(state[_GLOBALS]) for state in states if _GLOBALS in state]
+        try:
+            yield
+        finally:
+            for state in around:
+                self._globals.load_state_dict(state)
 
     def live(self) -> dict[str, Any]:
         """Return the iterators, threads, and queues that the next iteration may continue from, by path."""
@@ -99,5 +157,20 @@ def _is_live(value: Any) -> bool:
     return isinstance(value, threading.Thread) or kind.__module__.partition(".")[0] in _RUNNING
 
 
-def _digest(state: Mapping[str, Any]) -> Any:
-    return digests_of({name: state.get(name) for name in (NODES, TABLE)})
+def _is_users(name: str) -> bool:
+    """Return whether an attribute of a torch loader is neither torch's nor Lightning's."""
+    return name not in _OF_TORCH and not name.startswith("__")
+
+
+def _is_no_part(value: Any) -> bool:
+    return isinstance(value, _NO_PART) or is_shared(value)
+
+
+def _if_any(state: dict[str, Any]) -> dict[str, Any]:
+    return state if state[NODES] or state[LOST] else {}
+
+
+def digest_of(state: Mapping[str, Any]) -> Any:
+    """Return what tells apart what changed on objects, without what could not be carried."""
+    around = state.get(_GLOBALS, {})
+    return digests_of({name: [state.get(name), around.get(name)] for name in (NODES, TABLE)})

@@ -24,11 +24,13 @@ class Run:
     """One iteration of a chain: its first step makes the iterator, each batch is one more, and so is its end.
 
     ``num_before`` are the steps of the chain before it, ``objects`` what had changed on the loader's objects then.
+    ``first`` is the same right before its first batch, if that differs: a generator begins late.
     ``digests`` are the last ones of all that the chain gave, by the number of batches of this iteration.
     """
 
     num_before: int = 0
     objects: Mapping[str, Any] = field(default_factory=dict)
+    first: Mapping[str, Any] = field(default_factory=dict)
     num_out: int = 0
     has_ended: bool = False
     digests: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_KEPT_DIGESTS))
@@ -116,6 +118,7 @@ class Chain:
             "log": self.log.until(num_steps).pack(),
             "runs": [[one.num_out, one.has_ended] for one in before] + [[num_last, has_ended]],
             "objects": [dict(one.objects) for one in (*before, run)],
+            "first": [dict(one.first) for one in (*before, run)],
             "digest": run.digest_after(num_last),
         }
 
@@ -144,12 +147,17 @@ class Chain:
 
         restore(self.start)
         batches: Iterator[Any] = iter(())
-        for number, ((num_out, has_ended), objects) in enumerate(zip(state["runs"], state["objects"], strict=True)):
+        late = state.get("first", [{}] * len(state["runs"]))  # older checkpoints have none
+        begun = zip(state["runs"], state["objects"], late, strict=True)
+        for number, ((num_out, has_ended), objects, first) in enumerate(begun):
             if number:
                 load_objects(objects)
             run = self.begin(objects)
             step(run.num_before)
             batches = make_iterator()
+            run.first = first
+            if num_out or has_ended:
+                load_objects(first)
             for _ in range(num_out):
                 step(run.num_steps)
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,14 +40,16 @@ class ReplayedLoader(WholeLoader):
     Args:
         loader: The user's.
         place: Which of the trainer's it is.
+        older: What follows the fit's other loaders that were there before.
     """
 
-    def __init__(self, loader: Any, *, place: str = "") -> None:
+    def __init__(self, loader: Any, *, place: str = "", older: Iterable[WholeLoader] = ()) -> None:
         super().__init__(loader, place=place)
         kind: Any = type(loader)
         self._user_class = kind.__base__ if hasattr(kind, REPLAYED) else kind
         self._is_swapped = False
-        self.replayer = Replayer(loader, name=f"loader {place} ({self._user_class.__name__})")
+        others = [one.replayer for one in older if isinstance(one, ReplayedLoader)]
+        self.replayer: Replayer = Replayer(loader, name=f"loader {place} ({self._user_class.__name__})", older=others)
 
     @property
     def strict(self) -> bool:

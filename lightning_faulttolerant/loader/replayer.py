@@ -8,13 +8,13 @@ a checkpoint can't carry lives on in the loader, all is drawn again since it was
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_faulttolerant.loader.exactness import lacks_generators, refuse
 from lightning_faulttolerant.loader.index_record import Moment
-from lightning_faulttolerant.loader.live_objects import LiveObjects
+from lightning_faulttolerant.loader.live_objects import LiveObjects, digest_of
 from lightning_faulttolerant.loader.replay import Chain, Run
 from lightning_faulttolerant.state.generators import HeldGenerators
 from lightning_faulttolerant.state.objects.object_state import LOST
@@ -39,6 +39,11 @@ class ReplayedIteration:
         num_batches = self.num_out if consumed is None else consumed
         return self.places[-1] if num_batches else self.places[0]
 
+    def note_first(self, objects: Mapping[str, Any]) -> None:
+        """Note what has changed on the loader's objects right before the first batch."""
+        for _, run in self.places:
+            run.first = objects if digest_of(objects) != digest_of(run.objects) else {}
+
     def note(self, batch: Any, before: Moment, after: Moment) -> None:
         """Note a batch, and the moments before and after it was drawn."""
         for chain, _ in self.places:
@@ -56,15 +61,16 @@ class Replayer:
     Args:
         loader: The user's.
         name: What messages call it.
+        older: Those of the fit's other loaders, which were made before.
     """
 
-    def __init__(self, loader: Any, *, name: str) -> None:
+    def __init__(self, loader: Any, *, name: str, older: Iterable[Replayer] = ()) -> None:
         self._name = name
         self._resumed: Iterator[Any] | None = None
         self.strict = True
         self.not_exact: list[str] = []
         self.held = HeldGenerators({"loader": loader})
-        self._objects = LiveObjects(loader)
+        self.objects: LiveObjects = LiveObjects(loader, older=[other.objects for other in older])
         self.iteration: ReplayedIteration | None = None
 
     def iterate(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -76,10 +82,10 @@ class Replayer:
         return ReplayedBatches(batches, self, self.iteration)
 
     def _begun(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        objects = self._objects.state_dict()
+        objects = self.objects.at_start()
         now = replace(self.moment(), objects=objects)
         chains = [] if self.iteration is None else [self.iteration.place_to_compare(None)[0]]
-        if not chains or not (objects.get(LOST) or self._objects.live()):
+        if not chains or not (objects.get(LOST) or self.objects.live()):
             chains.append(Chain(start=now))
         self.iteration = ReplayedIteration(places=tuple((chain, chain.begin(objects)) for chain in chains))
         batches = make_iterator()
@@ -99,7 +105,7 @@ class Replayer:
             NotExactError: If that position is not known any more.
         """
         iteration = iteration or self.iteration
-        state: dict[str, Any] = {"consumed": consumed, "now": self._objects.state_dict(), "chain": None}
+        state: dict[str, Any] = {"consumed": consumed, "now": self.objects.state_dict(), "chain": None}
         if iteration is None:
             return {**state, "consumed": None}
         chain, run = iteration.place_to_compare(consumed)
@@ -108,10 +114,14 @@ class Replayer:
     def load_state_dict(self, state: Mapping[str, Any], make_iterator: Callable[[], Iterator[Any]]) -> None:
         """Draw everything again up to a position of `state_dict`, and let the next iteration continue from there."""
         self._resumed = None
-        if state["chain"] is not None:
+        chain = state["chain"]
+        begun = [chain["start"].get("objects", {}), *chain["objects"], *chain.get("first", ())] if chain else []
+        self.objects.begin_load(*begun, state["now"])
+        if chain is not None:
             before = rng_state()
             try:
-                batches = self._played(state["chain"], make_iterator)
+                with self.objects.globals_kept(*begun):
+                    batches = self._played(chain, make_iterator)
             finally:
                 set_rng_state(before)
             self._resumed = None if state["consumed"] is None else batches
@@ -152,12 +162,16 @@ class Replayer:
             refuse(reason, strict=self.strict, not_exact=self.not_exact)
 
     def _load(self, objects: Mapping[str, Any]) -> None:
-        for line in self._objects.load_state_dict(objects):
+        for line in self.objects.load_state_dict(objects):
             refuse(f"{self._name} continues without {line}", strict=self.strict, not_exact=self.not_exact)
+
+    def objects_at_start(self) -> dict[str, Any]:
+        """Return what has changed on the loader's objects, and on what an iteration that begins may read."""
+        return self.objects.at_start()
 
     def live(self) -> list[Any]:
         """Return the iterators and the like in the loader, which a replay makes again."""
-        return list(self._objects.live().values())
+        return list(self.objects.live().values())
 
 
 class ReplayedBatches(Iterator[Any]):
@@ -169,6 +183,8 @@ class ReplayedBatches(Iterator[Any]):
         self._iteration = iteration
 
     def __next__(self) -> Any:
+        if not self._iteration.num_out:
+            self._iteration.note_first(self._replayer.objects_at_start())
         before = self._replayer.moment()
         try:
             batch = next(self._batches)

@@ -223,7 +223,8 @@ class Session:
     def _wrap_setup_data(self, original: Method, stage: str) -> Method:
         def setup_data() -> None:
             self._loaders.begin(stage)
-            with self._loaders.iterated_by_trainer(), self._reloads.begun(is_training=stage == TRAIN):
+            loaders = self._loaders.iterated_by_trainer(stage=stage)
+            with loaders, self._reloads.begun(is_training=stage == TRAIN):
                 original()
             if self._run_state is not None:
                 self._run_state.objects.look_again()

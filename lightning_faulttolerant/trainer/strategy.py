@@ -95,9 +95,9 @@ class Loaders:
         self.not_exact: list[str] = []
 
     @contextlib.contextmanager
-    def iterated_by_trainer(self) -> Iterator[None]:
+    def iterated_by_trainer(self, *, stage: str = TRAIN) -> Iterator[None]:
         """Let iterations that are asked for meanwhile be the trainer's own; at other times they are a callback's."""
-        self.begin_fetch()
+        self.is_trainers = stage == TRAIN or self.holds_back  # the setup of validation only tries its loaders
         try:
             yield
         finally:
@@ -216,7 +216,7 @@ class Loaders:
         for tracker in others:
             if has_state or tracker.place == place:  # loaders are reloaded, and this is the one of before
                 return tracker, tracker.followed
-        tracker = tracker_of(loader, place=place)
+        tracker = tracker_of(loader, place=place, older=self._followed)
         tracker.strict, tracker.not_exact = self.strict, self.not_exact
         tracker.follow()
         self._followed.append(tracker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_faulttolerant.loader.own_attributes import TRACKER
@@ -20,9 +20,11 @@ def why_not_whole(loader: Any) -> str | None:
     return why_state_is_no_use(loader) if keeps_own_state(loader) else why_not_replayed(loader)
 
 
-def tracker_of(loader: Any, *, place: str) -> OfWholeLoader:
+def tracker_of(loader: Any, *, place: str, older: Sequence[OfWholeLoader]) -> OfWholeLoader:
     """Return what follows a loader as a whole: by its own state if it has one, else by a replay."""
-    return OwnLoader(loader, place=place) if keeps_own_state(loader) else ReplayedLoader(loader, place=place)
+    if keeps_own_state(loader):
+        return OwnLoader(loader, place=place)
+    return ReplayedLoader(loader, place=place, older=older)
 
 
 def user_loader(loader: Any) -> Any:

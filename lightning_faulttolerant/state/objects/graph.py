@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -130,6 +130,16 @@ class Graph:
             self.things.setdefault(known, value)
             queue.extend(children)
 
+    def share(self, older: Graph) -> None:
+        """Take the nodes of what `older` knows too, and drop what came to these objects since."""
+        paths = {path: older.path_of(node.value) for path, node in list(self.nodes.items())}
+        shared = {path: older.nodes[other] for path, other in paths.items() if other in older.nodes}
+        things = [(path, held(value)) for path, value in self.things.items()]
+        for path, value in things:
+            if _is_in(path, shared) and not older.is_met(value):
+                self.forget_one(value)
+        self.nodes.update(shared)
+
     def forget_one(self, value: Any) -> None:
         """Drop an object, and nothing that was met from there."""
         path = self.path_of(value)
@@ -167,6 +177,13 @@ def _of_record(graph: Graph, path: str, layer: Layer, place: int) -> Iterator[tu
         yield from items_of(path, before)
     if node is not None:
         graph.nodes.setdefault(path, node)
+
+
+def _is_in(path: str, owners: Mapping[str, Node]) -> bool:
+    """Return whether an object was met first from one of `owners`."""
+    while path and path not in owners:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return bool(path)
 
 
 def is_at(path: str, owner: str) -> bool:

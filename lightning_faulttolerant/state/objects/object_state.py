@@ -67,6 +67,10 @@ class ObjectState:
             if path is not None and self._graph.node_at(path) is not None:
                 self._graph.nodes[path] = node  # the baseline is still that of the start
 
+    def share(self, older: ObjectState) -> None:
+        """Take the baselines of what `older` knows too."""
+        self._graph.share(older._graph)
+
     @property
     def changed(self) -> dict[str, set[str]]:
         """The objects that are not what they were, by path, each with what changed of it (see `_parts_changed`)."""
