@@ -1,6 +1,6 @@
-"""Runs every benchmark, keeps the figures in `performance.json`, and makes the page's tables and its plot of them anew.
+"""Runs every benchmark, keeps the figures in `performance.json`, and makes the page's tables and plot of them again.
 
-Run `make bench` on a machine that does nothing else; `--report` only makes tables and plot anew.
+Run `make bench` on a machine that does nothing else; `--report` only makes tables and plot again.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _tell(num_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def first_ranks_work(checkpoint: dict[str, Any], num_ranks: int, directory: Path) -> dict[str, float]:
-    """Return what rank 0 does alone with the states of so many, and what each does that goes on from the file."""
+    """Return what rank 0 does alone with the states of so many, and what each does that continues from the file."""
     [first, other] = checkpoint[KEY]["ranks"]
     pickled = pickle.dumps(other)
     began = time.perf_counter()

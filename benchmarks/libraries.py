@@ -83,7 +83,7 @@ class Library(Protocol):
     def loader(
         self, data: Data, place: Place, *, num_workers: int, shuffle: bool, at: int
     ) -> Iterable[dict[str, torch.Tensor]]:
-        """Return a loader that goes on at position `at` of the first epoch."""
+        """Return a loader that continues at position `at` of the first epoch."""
 
 
 class Plain:
@@ -211,7 +211,7 @@ def throughput(
 def first_batch(
     library: Library, data: Data, directory: Path, *, num_workers: int, at: float, cold: bool
 ) -> tuple[float, int]:
-    """Return the seconds until a loader made anew has its first batch, and how many shards were fetched by then."""
+    """Return the seconds until a loader made again has its first batch, and how many shards were fetched by then."""
     group = data.batch_size * max(1, num_workers)
     position = int(data.num_samples * at) // group * group
     with tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as temporary:

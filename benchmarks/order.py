@@ -1,4 +1,4 @@
-"""What the order of an epoch costs, by the number of its samples and by where a run goes on: ours, and the original's.
+"""What the order of an epoch costs, by the number of its samples and by where a run resumes: ours, and the original's.
 
 Only the order: the index is made up, and nothing is read. It is paid at each start of an epoch and at each resume.
 """

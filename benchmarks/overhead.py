@@ -163,7 +163,7 @@ def measure(case: Case, *, rounds: int, steps: int, directory: Path, num_ranks: 
 
 
 def ratio(times: list[Tensor], bases: list[Tensor], of: Callable[[Tensor], float]) -> dict[str, float]:
-    """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn anew, lie."""
+    """Return the ratio over all rounds, and the range in which 90 of 100 choices of rounds, drawn again, lie."""
     rounds = range(len(times))
     ratios = []
     for _ in range(_CHOICES):

@@ -21,7 +21,7 @@ _BLUE, _GREY, _RED = "#1f6fb4", "#8a8f98", "#c8102e"
 
 
 def filled(page: str, figures: Figures) -> str:
-    """Return the page with every table anew."""
+    """Return the page with every table again."""
 
     def block(found: re.Match[str]) -> str:
         name = found[1]
@@ -132,7 +132,7 @@ def _samplers(figures: Figures) -> str:
         for length, samplers in figures["samplers"]["cases"].items()
         for name, found in samplers.items()
     ]
-    text = table(["samples", "sampler", "to the position", "memory", "each index behind it"], rows)
+    text = table(["samples", "sampler", "to the position", "memory", "each index after it"], rows)
     return f"{text}\n\nLoad of the machine meanwhile: {figures['samplers']['machine']['load']}."
 
 

@@ -52,7 +52,7 @@ _BYTES_PER_SAMPLE = {"DistributedSampler": 56, 'order="torch"': 8, 'order="feist
 
 
 def measure(name: str, length: int, *, rounds: int) -> dict[str, float]:
-    """Return the medians of seconds to an index at 90 %, bytes for it, and nanoseconds for each index behind it."""
+    """Return the medians of seconds to an index at 90 %, bytes for it, and nanoseconds for each index after it."""
     found = [in_process_of_its_own(lambda: _once(SAMPLERS[name], length)) for _ in range(rounds)]
     return {key: statistics.median(of[key] for of in found) for key in found[0]}
 

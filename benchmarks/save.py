@@ -1,4 +1,4 @@
-"""How long a save holds training up: ours and Lightning's, at once and behind training, interleaved in one process.
+"""How long a save holds training up: ours and Lightning's, at once and in the background, interleaved in one process.
 
 Run `python benchmarks/save.py --help` from the repository.
 """
@@ -184,7 +184,7 @@ def _save_once(name: str, checkpoint: dict[str, Any], directory: Path) -> None:
 
 
 def _grown_by(save: Callable[[], object]) -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = _memory("VmRSS")
     save()
     return _memory("VmHWM") - before

@@ -1,7 +1,7 @@
 """Streaming data sets beside MosaicML Streaming and LitData: samples per second, and the time to the first batch.
 
 The same samples are read by each library in a process of its own that lives through all rounds. In each round they are
-asked in an order that is drawn anew; ratios are those of one round, and their median over the rounds is given.
+asked in an order that is drawn again; ratios are those of one round, and their median over the rounds is given.
 
 Run `python benchmarks/streaming.py --help` from the repository.
 """
@@ -41,7 +41,7 @@ Found = dict[str, list[float]]
 
 
 def rounds_of(served: Iterable[Served], num_rounds: int, ask: Callable[[Served], float]) -> Found:
-    """Ask each in each round, in an order drawn anew; return the answers by name, one for each round."""
+    """Ask each in each round, in an order drawn again; return the answers by name, one for each round."""
     found: Found = {each.name: [] for each in served}
     for _ in range(num_rounds):
         for each in random.sample(list(served), len(found)):

@@ -1,6 +1,6 @@
 """Train a small network on handwritten digits for half a minute. Kill it by Ctrl-C or `kill -9`, and run it again.
 
-It says where it goes on, and ends with the result that it would have had. The import of `FaultTolerance` and the
+It says where it continues, and ends with the result that it would have had. The import of `FaultTolerance` and the
 callback are all that it takes.
 """
 

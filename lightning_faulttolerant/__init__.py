@@ -1,4 +1,4 @@
-"""Fault-tolerant training for PyTorch Lightning: killed at any moment, run again, it goes on exactly where it was."""
+"""Fault-tolerant training for PyTorch Lightning: killed at any moment, run again, it continues exactly where it was."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def _s3_clients() -> Iterator[None]:
-    """Let s3fs's clients go behind the tests that used them: in a process forked later each waits for its thread."""
+    """Let s3fs's clients go after the tests that used them: in a process forked later each waits for its thread."""
     yield
     s3fs = sys.modules.get("s3fs")
     if s3fs is not None:

@@ -100,7 +100,7 @@ def assert_ends_the_same(
 
 
 def assert_went_on(ended: Ended) -> None:
-    """Check that a process has gone on behind the first batch."""
+    """Check that a process has continued after the first batch."""
     assert "Resumed exactly before batch" in ended.output
     assert "before batch 0 of epoch 0" not in ended.output
 

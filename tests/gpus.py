@@ -1,4 +1,4 @@
-"""Whether this machine has GPUs, found out without a call into CUDA, behind which a fork could not use it."""
+"""Whether this machine has GPUs, found out without a call into CUDA, after which a fork could not use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint which somebody else asked for inside a hook."""
+"""Runs that continue from a checkpoint which somebody else asked for inside a hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runs import Net, fit_net
 
 NAME = "theirs.ckpt"
 _FROM = "from"
-# Where the run goes on from a checkpoint of this hook: at the batch or the validation run that it was saved in.
+# Where the run continues from a checkpoint of this hook: at the batch or the validation run that it was saved in.
 _BEGINS_AT = {
     "on_train_batch_start": "batch",
     "training_step": "batch",
@@ -65,7 +65,7 @@ def trainer_save_checkpoint(countdown: Countdown, trainer: Trainer) -> None:
 
 
 class SavingCheckpoint(Checkpoint):
-    """Derives from Lightning's `Checkpoint`, so that Lightning calls it behind all others."""
+    """Derives from Lightning's `Checkpoint`, so that Lightning calls it after all others."""
 
 
 def saving_module(hook: str, at: int, base: type[LightningModule] = Net) -> LightningModule:
@@ -119,7 +119,7 @@ def assert_goes_on_from(
         resumed = runs.start("resumed", [], seed=99, with_callback=True)
         assert resumed.exit_code == 0, resumed.output
         expected = [_behind(events, hook) for events in _events(reference)]
-        compare(expected, [_unmarked(events) for events in _events(resumed)], f"the run that goes on from {hook}")
+        compare(expected, [_unmarked(events) for events in _events(resumed)], f"the run that continues from {hook}")
 
 
 def _events(outcome: Outcome) -> list[list[dict[str, Any]]]:

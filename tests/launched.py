@@ -114,7 +114,7 @@ def _number(path: Path) -> int:
 
 
 def joined(processes: list[Trace]) -> list[Event]:
-    """Return what the processes of a rank did together, each from where it went on."""
+    """Return what the processes of a rank did together, each from where it continued."""
     events: list[Event] = []
     for number, trace in enumerate(processes):
         if number:

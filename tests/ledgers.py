@@ -1,4 +1,4 @@
-"""What the tests of ledgers share: the ledgers of a run's processes, joined where each went on."""
+"""What the tests of ledgers share: the ledgers of a run's processes, joined where each continued."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EDGE = pytest.param(KillAt(5), id="edge")
 IN_VALIDATION = pytest.param(KillAt(4, hook="validation"), id="in-validation")
 STOPPED = pytest.param(KillAt(7, signum=signal.SIGTERM), id="stopped")
 RAISED = pytest.param(RaiseIn("on_before_backward", 7), id="raised-in-a-batch")
-RAISED_BEHIND = pytest.param(RaiseIn("on_train_batch_end", 7), id="raised-behind-a-batch")
+RAISED_BEHIND = pytest.param(RaiseIn("on_train_batch_end", 7), id="raised-after-a-batch")
 RAISED_AT_EDGE = pytest.param(RaiseIn("on_train_epoch_end", 4), id="raised-at-edge")
 
 

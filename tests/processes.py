@@ -54,7 +54,7 @@ class Script:
 
 
 def _as_script(main: Callable[[], Any], arguments: tuple[str, ...], path: str) -> None:
-    """Run `main` with arguments, and what Python does at exit behind it."""
+    """Run `main` with arguments, and what Python does at exit after it."""
     atexit._clear()
     sys.modules["__main__"].__file__ = path
     sys.argv = [os.path.basename(path), *arguments]

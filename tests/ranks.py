@@ -29,7 +29,7 @@ def on_ranks(main: Callable[[int], Any], tmp_path: Path, *, num_ranks: int = 2) 
         if not process_id:
             try:
                 _run_rank(main, rank, tmp_path, num_ranks)
-            except BaseException:  # noqa: BLE001 - a forked process must not go on with pytest
+            except BaseException:  # noqa: BLE001 - a forked process must not continue with pytest
                 traceback.print_exc()
             finally:
                 os._exit(0)

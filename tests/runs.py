@@ -199,7 +199,7 @@ def assert_exact(
 
 
 class RaiseAt(Callback):
-    """Raises in a hook of an epoch; stands behind the callbacks of the run."""
+    """Raises in a hook of an epoch; stands after the callbacks of the run."""
 
     def __init__(self, hook: str, epoch: int) -> None:
         self.hook = hook

@@ -1,4 +1,4 @@
-"""An S3 API on localhost, in a process of its own, and what tests need to look behind the stores."""
+"""An S3 API on localhost, in a process of its own, and what tests need to look after the stores."""
 
 from __future__ import annotations
 

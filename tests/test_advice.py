@@ -19,7 +19,7 @@ NOT_ADVICE = (
     'worker_rng="per_sample" is not possible for this loader',  # of ResumableDataLoader
     "async_save=True: autosaves of a strategy that shards are waited for.",
     "every_n_train_steps=\n\n counts finished batches",
-    "strict=False lets a run go on like that.",  # the drill, which doesn't know where the callback comes from
+    "strict=False lets a run continue like that.",  # the drill, which doesn't know where the callback comes from
     "load_state_dict(..., strict=False)",
     'FaultTolerance(run_id=f"trial-',
 )
@@ -35,7 +35,10 @@ def variable() -> Iterator[None]:
 
 WORDINGS = [
     ("Leave it out, or pass strict=False.", 'Leave it out, or set {}="strict=false".'),
-    ("Change it, or pass FaultTolerance(strict=False) to go on.", 'Change it, or set {}="strict=false" to go on.'),
+    (
+        "Change it, or pass FaultTolerance(strict=False) to continue.",
+        'Change it, or set {}="strict=false" to continue.',
+    ),
     ("Start once with FaultTolerance(auto_resume=False), so", 'Start once with {}="auto_resume=false", so'),
     (
         "Pass FaultTolerance(dirpath=...) a directory that all see.",

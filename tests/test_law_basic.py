@@ -13,7 +13,7 @@ from tests.runs import fit_net
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_killed_in_the_middle_of_an_epoch(num_workers: int) -> None:
-    """A run that is killed in the middle of an epoch goes on exactly."""
+    """A run that is killed in the middle of an epoch continues exactly."""
 
     def fit(callbacks, directory):
         loader = DataLoader(NoisyDataset(), batch_size=4, shuffle=True, num_workers=num_workers)

@@ -297,7 +297,7 @@ BROKEN = {
         {"state/__init__.py": f"from {PACKAGE}.state.a import x", "state/a.py": f"from {PACKAGE}.state import x"},
     ),
     "a private attribute": (private_lightning_names, {"trainer/callback.py": "trainer._checkpoint_connector"}),
-    "a private attribute behind self": (private_lightning_names, {"trainer/callback.py": "self.trainer._results"}),
+    "a private attribute after self": (private_lightning_names, {"trainer/callback.py": "self.trainer._results"}),
     "a private attribute of super": (private_lightning_names, {"trainer/callback.py": "super()._save()"}),
     "a private name by getattr": (private_lightning_names, {"trainer/callback.py": "getattr(trainer, '_results')"}),
     "a private name imported": (

@@ -1,4 +1,4 @@
-"""Make the pictures of the pages anew, from a real drill and a real run with faults: ten minutes, and Chromium.
+"""Make the pictures of the pages again, from a real drill and a real run with faults: ten minutes, and Chromium.
 
 .venv/bin/python -m docs.images.make [drill] [run]      (from the root of the repository; `make browser` gets Chromium)
 """

@@ -25,7 +25,7 @@ class Process:
         seed: Of its generators, at its start.
         seconds: From its start until its end.
         events: Its trace, but for the resume.
-        resume: Where it went on according to `FaultTolerance.resume_report`; ``None``: it began from the beginning.
+        resume: Where it continued according to `FaultTolerance.resume_report`; ``None``: it began from the beginning.
         autosave: Where the newest autosave was taken that it left behind; ``None``: it left none.
     """
 
@@ -71,7 +71,7 @@ def loss(event: Event) -> float:
 
 
 def before(process: Process, start: Place) -> list[Event]:
-    """Return what a process did before the batch at `start`, from which the next process went on."""
+    """Return what a process did before the batch at `start`, from which the next process continued."""
     for i, event in enumerate(process.events):
         if event["event"] == "batch" and place(event) == start:
             return list(process.events[:i])
@@ -79,7 +79,7 @@ def before(process: Process, start: Place) -> list[Event]:
 
 
 def joined(processes: Sequence[Process]) -> list[Event]:
-    """Return what each process did up to the place where the next one went on, and all that the last one did."""
+    """Return what each process did up to the place where the next one continued, and all that the last one did."""
     events: list[Event] = []
     for process, following in pairwise(processes):
         events += before(process, following.start)

@@ -36,7 +36,7 @@ class Run:
         directory.mkdir(parents=True)
 
     def start(self, *, kill_at: int | None = None) -> Process:
-        """Run the command once, seeded anew if it is a restart; kill it in its `kill_at`-th batch, if that is given."""
+        """Run the command once, seeded again in a restart; kill it in its `kill_at`-th batch, if that is given."""
         number, trace = len(self.processes) + 1, self.directory / "trace.jsonl"
         seed = SEED if number == 1 else RANDOM.randrange(10**6)
         environment = {**self._environment, "DEMO_SEED": str(seed)}
@@ -107,7 +107,7 @@ def problems(reference: Process, processes: Sequence[Process], num_batches: int)
         if following.resume is None or following.start == (0, 0):
             found.append(f"process {i} began from the beginning")
         elif following.start != killed.autosave:
-            found.append(f"process {i} went on at {following.start}, the newest autosave was {killed.autosave}")
+            found.append(f"process {i} continued at {following.start}, the newest autosave was {killed.autosave}")
     if not any(is_between_autosaves(process, num_batches) for process in processes[:-1]):
         found.append("no kill came between two autosaves in the middle of an epoch: run the demo again")
     return found

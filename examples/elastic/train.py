@@ -1,7 +1,7 @@
-"""Train on handwritten digits with as many processes as there are: begin with two, kill them, and go on with one.
+"""Train on handwritten digits with as many processes as there are: begin with two, kill them, and continue with one.
 
     torchrun --standalone --nproc-per-node=2 train.py    # interrupt it by Ctrl-C, or kill it
-    torchrun --standalone --nproc-per-node=1 train.py    # goes on in the middle of the epoch
+    torchrun --standalone --nproc-per-node=1 train.py    # continues in the middle of the epoch
 
 Each image of the epoch is used once, whoever uses it, and the noise on it is the same: `worker_rng="per_sample"` seeds
 it by the image's place in the epoch. Each epoch ends with a line that says so. With a global batch that stays equal

@@ -42,7 +42,7 @@ def main(num_ranks: int = 1) -> None:
         optimizer.load_state_dict(checkpoint["optimizer"])
         step, first_epoch = checkpoint["step"], checkpoint["epoch"]
         loader.load_state_dict(checkpoint["loader"])  # last: it puts the random states back
-        fabric.print(f"Resumed behind step {step}, in epoch {first_epoch}.")
+        fabric.print(f"Resumed after step {step}, in epoch {first_epoch}.")
 
     for epoch in range(first_epoch, NUM_EPOCHS):
         for batch, targets in loader:

@@ -3,7 +3,7 @@
     python train.py
 
 The data set is a plain `IterableDataset`: two workers share it, each shuffles in a buffer and adds noise. It has no
-`state_dict`: the workers draw again what was consumed, without handing it over, and go on with the generators as they
+`state_dict`: the workers draw again what was consumed, without handing it over, and resume with the generators as they
 were. A data set that has `state_dict` and `load_state_dict` is asked for its state instead, and nothing is drawn twice.
 """
 

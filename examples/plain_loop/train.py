@@ -45,7 +45,7 @@ def main() -> None:
         optimizer.load_state_dict(checkpoint["optimizer"])
         step = checkpoint["step"]
         loader.load_state_dict(checkpoint["loader"])  # last: it puts the random states back
-        print(f"Resumed behind step {step}, in epoch {loader.epoch}.")
+        print(f"Resumed after step {step}, in epoch {loader.epoch}.")
 
     for epoch in range(loader.epoch, NUM_EPOCHS):
         for images, labels in loader:

@@ -4,8 +4,8 @@
     export AWS_ENDPOINT_URL=http://localhost:5000    # of any S3; not needed for Amazon's
     python train.py s3://bucket/digits
 
-The first start writes the data set there, in shards. Shards are fetched as they are needed, into `cache/`; behind a
-kill the loader goes on in the middle of the epoch at once: nothing that was consumed is read again.
+The first start writes the data set there, in shards. Shards are fetched as they are needed, into `cache/`; after a
+kill the loader continues in the middle of the epoch at once: nothing that was consumed is read again.
 """
 
 import hashlib

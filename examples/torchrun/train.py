@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 train.py --kill-rank 1
 
-They agree on the newest autosave that verifies and go on: the last line, a digest of the trained weights, is that of a
+They agree on the newest autosave that verifies and resume: the last line, a digest of the trained weights, is that of a
 run without ``--kill-rank``.
 """
 

@@ -41,7 +41,7 @@ def find_damage(file: IO[bytes]) -> str | None:
         file: Open for reading, seekable.
 
     Returns:
-        The reason, to be put behind a colon; None where there is no damage.
+        The reason, to be put after a colon; None where there is no damage.
 
     Raises:
         OSError: If the file can't be read.
@@ -211,7 +211,7 @@ def _check_end(file: IO[bytes], *, num_records: int, directory_offset: int) -> N
     expected = (b"PK\x05\x06", 0, 0, *_capped(counts), 0)
     _demand(
         num_left == _END.size and _END.unpack(_read(file, _END.size)) == expected,
-        "the end of its zip directory is damaged, or something stands behind it",
+        "the end of its zip directory is damaged, or something stands after it",
     )
 
 

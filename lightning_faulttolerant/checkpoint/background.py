@@ -1,4 +1,4 @@
-"""Write behind the work that goes on: one job at a time, in a thread that lives as long as its job.
+"""Write after the work that continues: one job at a time, in a thread that lives as long as its job.
 
 So nothing is left over that would have to be shut down, and a process that is forked meanwhile has no writer: threads
 are not forked.
@@ -89,7 +89,7 @@ class BackgroundWriter:
     def _run(self, this: _Job, job: Callable[[], object]) -> None:
         if not this.take():
             return
-        # Else this thread keeps the interpreter for up to 5 ms while the one that has started it waits to go on.
+        # Else this thread keeps the interpreter for up to 5 ms while the one that has started it waits to continue.
         time.sleep(_LETS_GO_ON_SECONDS)
         try:
             job()

@@ -219,7 +219,7 @@ class AtomicDirectory:
             path_str: Any path.
 
         Returns:
-            The number in its name, with ``_force`` behind it if it is kept for ever; None if it is none.
+            The number in its name, with ``_force`` after it if it is kept for ever; None if it is none.
         """
         return self._series.suffix(Path(path_str).name) if os.path.isdir(path_str) else None
 

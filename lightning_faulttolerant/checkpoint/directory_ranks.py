@@ -158,8 +158,8 @@ def together(ranks: Ranks, step: str, work: Callable[[], _Result]) -> list[_Resu
     failures = [f"{ranks.label(place)}: {text}" for place, (text, _) in enumerate(answers) if text]
     if failures:
         raise CheckpointError(
-            f"Another rank failed, so no rank goes on with this checkpoint. {'; '.join(failures)}. What was committed "
-            "before is still there."
+            f"Another rank failed, so no rank continues with this checkpoint. {'; '.join(failures)}. What was "
+            "committed before is still there."
         )
     return [result for _, result in answers]
 

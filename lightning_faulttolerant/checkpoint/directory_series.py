@@ -302,7 +302,7 @@ class DirectorySeries:
         self._sync()
 
     def _leads_beyond(self, path: Path) -> bool:
-        # A writer has gone on since this directory was found: the link is right, and the directory perhaps deleted.
+        # A writer has continued since this directory was found: the link is right, and the directory perhaps deleted.
         linked = self._current_name.fullmatch(_pointed_to(self.link) or "")
         found = self._current_name.fullmatch(path.name)
         if linked is None or found is None or int(linked["number"]) <= int(found["number"]):

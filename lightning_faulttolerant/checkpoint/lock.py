@@ -39,7 +39,7 @@ class RunLock:
     """Keeps other processes, and other ``RunLock`` objects of this one, out of a run's directory.
 
     The lock is ``run.lock`` in the directory, with the holder's host name and process id for the error message; it is
-    removed on release. Where the file system can't lock, a warning is logged and the run goes on unprotected.
+    removed on release. Where the file system can't lock, a warning is logged and the run continues unprotected.
 
     Args:
         directory: The directory of the run; made on ``acquire`` if it is missing.
@@ -137,7 +137,7 @@ def _lock(descriptor: int, directory: Path) -> None:
 
 def _warn_unprotected(directory: Path, reason: str) -> None:
     _logger.warning(
-        "Can't lock %s (%s). Training goes on; make sure yourself that no second run writes there.", directory, reason
+        "Can't lock %s (%s). Training continues; make sure yourself that no second run writes there.", directory, reason
     )
 
 

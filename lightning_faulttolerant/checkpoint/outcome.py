@@ -49,7 +49,7 @@ def describe_damage(path: str | os.PathLike[str], reason: str) -> str:
 
     Args:
         path: Of a file or directory.
-        reason: To be put behind a colon.
+        reason: To be put after a colon.
     """
     return (
         f"Checkpoint {os.fspath(path)} is damaged: {reason}. "

@@ -160,7 +160,7 @@ def _local(directory: str, problems: list[str]) -> Iterator[FoundFile]:
     os.scandir(directory).close()  # os.walk would find nothing where it may not look
 
     def note(error: OSError) -> None:
-        # What a run that goes on has deleted meanwhile is no problem; a link to nothing is one.
+        # What a run that continues has deleted meanwhile is no problem; a link to nothing is one.
         if not isinstance(error, FileNotFoundError) or os.path.islink(error.filename):
             problems.append(str(error))
 
@@ -268,5 +268,5 @@ def _saved_at(info: dict[str, Any]) -> float | None:
 
 
 def _natural(folder: str) -> list[tuple[int, str]]:
-    """Return a key that sorts fit-10 behind fit-9."""
+    """Return a key that sorts fit-10 after fit-9."""
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", folder)]

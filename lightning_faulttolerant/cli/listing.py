@@ -32,7 +32,7 @@ EPILOG = """\
 STATE: "verified"; "damaged", with the reason below the table; "no checksums": written without, nothing was compared;
 "damaged, set aside": found so when a run was resumed; "unreadable": it is there, but can't be read; "not verified":
 with --no-verify; "not committed": a directory that its writer has not completed; "superseded": an autosave of a run
-that was started anew from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP
+that was started again from another checkpoint. EPOCH counts from 0, BATCH the consumed batches of that epoch, STEP
 optimizer steps; RANKS is the number of processes of the run ("-": the file does not say).
 
 Exit status: 0 runs or checkpoints were found (damaged ones too), 1 there are none, 2 something could not be read.
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     folders = {}
     for folder, files in what.by_folder().items():
         of_folder = [_row(file, verify=not arguments.no_verify) for file in files]
-        # A run that goes on meanwhile deletes its old autosaves.
+        # A run that continues meanwhile deletes its old autosaves.
         folders[folder] = [row for row in of_folder if row.verdict.word != verdict.MISSING]
     rows = [row for of_folder in folders.values() for row in of_folder]
     if arguments.json:

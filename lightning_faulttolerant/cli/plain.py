@@ -15,7 +15,7 @@ _LEFT_OUT = "..."
 def plain(value: Any) -> Any:
     """Return a value as dicts with text keys, lists, texts, finite numbers, booleans and None.
 
-    What is nested more than 24 deep, and what comes behind the first 100,000 values, is left out.
+    What is nested more than 24 deep, and what comes after the first 100,000 values, is left out.
 
     Args:
         value: Of a described checkpoint.

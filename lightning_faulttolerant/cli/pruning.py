@@ -102,7 +102,7 @@ def _prune(directory: str, run_directory: str, arguments: argparse.Namespace) ->
     lock = open_lock(run_directory)
     lock.acquire()
     try:
-        # Looked at again: until the lock was taken, a run may have gone on there.
+        # Looked at again: until the lock was taken, a run may have continued there.
         plans = _plans(found.find_checkpoints(directory), run_directory, arguments)
         for plan in plans.values():
             for file in plan.deleted:

@@ -79,7 +79,7 @@ def _verdicts(paths: list[str]) -> Iterator[tuple[str, Verdict]]:
             yield path, Verdict(word=verdict.MISSING, reason="there are no checkpoints below it")
         for file in files:
             checked = verdict_of(file.path)
-            # A run that goes on meanwhile deletes its old autosaves, and has begun new directories.
+            # A run that continues meanwhile deletes its old autosaves, and has begun new directories.
             if checked.word not in (verdict.MISSING, verdict.NOT_COMMITTED):
                 yield file.path, checked
 

@@ -1,1 +1,1 @@
-"""A ``DataLoader`` that can say where it is and go on from there, worker randomness included. Knows torch only."""
+"""A ``DataLoader`` that can say where it is and continue from there, worker randomness included. Knows torch only."""

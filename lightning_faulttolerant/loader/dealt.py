@@ -126,7 +126,7 @@ class Deal:
         return min(self.end, self.begin + (batch - self.first_batch) * self.share.samples_at_once)
 
     def batches(self, *, skip: int = 0) -> Iterator[Any]:
-        """Yield the index batches behind the first `skip`."""
+        """Yield the index batches after the first `skip`."""
         share, size = self.share, self.share.batch_size or 1
         left = self.end - self.begin
         num_own = left // share.num_ranks if share.cuts else -(-left // share.num_ranks)
@@ -139,7 +139,7 @@ class Deal:
                 yield batch
 
     def _own(self, num_own: int, skip: int) -> Iterator[int]:
-        """Yield this rank's indices behind the first `skip`; one that is missing is from the beginning of the order."""
+        """Yield this rank's indices after the first `skip`; one that is missing is from the beginning of the order."""
         num_ranks, first = self.share.num_ranks, self.begin + self.share.rank
         whole = max(0, -(-(self.end - first) // num_ranks))  # those before the end
         yield from self.order.at(first + skip * num_ranks, first + min(whole, num_own) * num_ranks, num_ranks)

@@ -12,7 +12,7 @@ class DrawnAgain:
     """Counts samples that are drawn again.
 
     Args:
-        samples: Gives them; it is not asked for an iterator, which would begin anew where a data set is its own.
+        samples: Gives them; it is not asked for an iterator, which would begin again where a data set is its own.
     """
 
     def __init__(self, samples: Iterator[Any]) -> None:

@@ -35,7 +35,7 @@ def refuse(reason: str, *, strict: bool, not_exact: list[str]) -> None:
 
 
 def lacks_generators(paths: list[str]) -> str:
-    """Return the reason why a state with generators that are not there any more can't be gone on from."""
+    """Return the reason why a state with generators that are not there any more can't be continued from."""
     return (
         f"there is no generator to restore the state of {', '.join(paths)} into. What is drawn from it would differ"
         " from the uninterrupted run. Let its object make it before it is first used; or pass strict=False."
@@ -45,7 +45,7 @@ def lacks_generators(paths: list[str]) -> str:
 def needs_no_position(loader: object) -> bool:
     """Return whether whole runs over `loader` can be repeated exactly though a position in it can't be resumed.
 
-    So it is where every run begins anew, in this process or in workers made for it.
+    So it is where every run begins again, in this process or in workers made for it.
     """
     if not isinstance(loader, DataLoader):
         return True

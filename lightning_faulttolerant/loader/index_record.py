@@ -124,8 +124,8 @@ def plan_from_state(
 
     Args:
         state: The record.
-        position: The batch to go on with.
-        draws_again: Whether the sampler is to draw the batches behind it anew, as it does without workers: there it
+        position: The batch to continue with.
+        draws_again: Whether the sampler is to draw the batches after it again, as it does without workers: there it
             draws each right before its samples, from the same random states.
         is_batched: Where samples are counted: whether an index batch holds the indices of several.
     """
@@ -154,7 +154,7 @@ def plan_from_state(
 
 
 def birth_plan(state: Mapping[str, Any]) -> IndexPlan:
-    """Return the plan for a new iteration whose workers are to go on from where they were."""
+    """Return the plan for a new iteration whose workers are to continue from where they were."""
     return IndexPlan(birth=Moment.from_state_dict(state["birth"]))
 
 

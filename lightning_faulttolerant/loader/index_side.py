@@ -147,7 +147,7 @@ class IndexSide:
             )
         # torch starts the sampler twice where it makes workers: the first call is the workers' birth, the last one
         # starts the iterator that is used.
-        # All of it where the workers are made anew: their birth takes the place of what is found here for a while.
+        # All of it where the workers are made again: their birth takes the place of what is found here for a while.
         now = self._start_moment() if self._plan is None else self.moment()
         if self._birth is None and self._has_workers:
             self._birth = replace(self.moment(), objects=self._objects_of_workers(now))
@@ -312,7 +312,7 @@ class IndexSide:
 
     def _depends_on_workers(self) -> None:
         message = (
-            f"{type(self._sampler).__name__} draws random numbers while it goes on, and the number of workers is"
+            f"{type(self._sampler).__name__} draws random numbers while it continues, and the number of workers is"
             " another one than before a resume: torch draws its indices earlier where there are more workers. The"
             " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
             " its __iter__, or give it a generator of its own and pass strict=False."

@@ -49,8 +49,8 @@ class IterableRecord:
     """How far one iteration over an iterable data set is.
 
     ``start`` is when it was begun, ``first`` right before its first sample was drawn. ``positions`` are the last ones,
-    by the number of batches fetched. ``remembered`` is what its data set kept in attributes behind its first sample; as
-    long as there is none, behind that of the iteration before. ``objects`` is what had changed on its data set's
+    by the number of batches fetched. ``remembered`` is what its data set kept in attributes after its first sample; as
+    long as there is none, after that of the iteration before. ``objects`` is what had changed on its data set's
     objects when it was begun, or when it ended.
     """
 
@@ -94,7 +94,7 @@ class IterableRecord:
                 return position
         raise NotExactError(
             f"Where the iterable data set was after {num_batches} batches is not known any more: {self.num_batches}"
-            " were fetched meanwhile. Its samples could not go on exactly."
+            " were fetched meanwhile. Its samples could not continue exactly."
         )
 
 
@@ -369,7 +369,7 @@ class _Samples(Iterator[Any]):
 
 
 def between(position: Position | None) -> Position | None:
-    """Return what of `position` an iteration behind the one that it belongs to has to know."""
+    """Return what of `position` an iteration after the one that it belongs to has to know."""
     if position is None or (position["way"] != _DATASET and position["remembered"] is None):  # nothing was ever drawn
         return None
     state = position["state"] if position["way"] == _DATASET else None

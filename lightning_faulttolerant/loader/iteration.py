@@ -30,7 +30,7 @@ class Iteration:
         record: Where its index sampler is.
         ring: Where its workers leave their states.
         fetched_before: How many batches each worker had fetched when it began.
-        resumed_states: What its workers were given to go on from.
+        resumed_states: What its workers were given to continue from.
         num_out: How many batches have come out since the epoch's beginning, those before a resume included.
         iterable: Where its iterable data set is, in this process.
         number: The how-manieth of its workers it is.
@@ -60,7 +60,7 @@ class Iteration:
             self.dataset_states.append((self.num_out, state_of(self.dataset)))
 
     def dataset_state_after(self, num_batches: int) -> Any:
-        """Return the state of `dataset` behind the first `num_batches`, one of the last that have come out."""
+        """Return the state of `dataset` after the first `num_batches`, one of the last that have come out."""
         return dict(self.dataset_states)[num_batches] if self.dataset is not None else None
 
 
@@ -71,7 +71,7 @@ class CountedBatches(Iterator[Any]):
         batches: What torch gives.
         iteration: What is to know their number.
         before_first: Called right before the first batch is asked for.
-        not_exact: Gets what workers that were given something to go on from say against it.
+        not_exact: Gets what workers that were given something to continue from say against it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ def starts_fresh(iteration: Iteration, counts: list[int]) -> bool:
 
 
 def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
-    """Return the state of each worker behind so many of its batches.
+    """Return the state of each worker after so many of its batches.
 
     Raises:
         NotExactError: If one is not there.
@@ -144,5 +144,5 @@ def worker_states(iteration: Iteration, counts: list[int]) -> list[WorkerState]:
     except LookupError as error:
         raise NotExactError(
             f"The state of a data-loading worker could not be read: {error}. The random draws in its"
-            " samples could not go on exactly."
+            " samples could not continue exactly."
         ) from error

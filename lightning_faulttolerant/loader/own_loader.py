@@ -152,7 +152,7 @@ class OwnLoader(WholeLoader):
         if last is None and consumed:
             raise NotExactError(
                 f"Where the loader {type(self.loader).__name__} was after {consumed} batches is not known any more:"
-                f" {iteration.num_out} were fetched meanwhile. Its batches could not go on exactly."
+                f" {iteration.num_out} were fetched meanwhile. Its batches could not continue exactly."
             )
         return {
             "consumed": consumed,
@@ -162,7 +162,7 @@ class OwnLoader(WholeLoader):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a position of `state_dict`."""
+        """Let the next iteration continue from a position of `state_dict`."""
         self._plan = copy.deepcopy(dict(state_dict))
 
     def replayed(self) -> list[Any]:

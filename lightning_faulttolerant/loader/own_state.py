@@ -47,7 +47,7 @@ class OwnState:
         return {name: state_of(part) for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the states back; the next iteration goes on from there, as far as the objects keep their word."""
+        """Give the states back; the next iteration continues from there, as far as the objects keep their word."""
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(copy.deepcopy(state[name]))

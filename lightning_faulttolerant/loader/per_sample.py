@@ -1,7 +1,7 @@
 """The second mode of worker randomness: every generator is seeded before each sample, so nothing is to be captured.
 
 What a sample draws follows from (seed, loader, epoch, the sample's place in the epoch of all ranks) alone: it stays the
-same when the number of workers or ranks changes. ``collate_fn`` goes on from the seeds of its last sample.
+same when the number of workers or ranks changes. ``collate_fn`` continues from the seeds of its last sample.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SampleSeeds:
     num_begun: int = field(default=0)
 
     def begin(self, *, is_resumed: bool) -> int:
-        """Count an iteration that begins, but for one that goes on; return how many were begun before it."""
+        """Count an iteration that begins, but for one that continues; return how many were begun before it."""
         if not is_resumed or not self.num_begun:
             self.num_begun += 1
         return self.num_begun - 1
@@ -95,12 +95,12 @@ class SampleSeeds:
         return {"seed": self.seed, "num_begun": self.num_begun if num_begun is None else num_begun}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from what `state_dict` gave."""
         self.seed, self.num_begun = state_dict["seed"], state_dict["num_begun"]
 
 
 class LoaderSeeds:
-    """The seeds of all loaders of a run, by place: they go on where a loader is made anew.
+    """The seeds of all loaders of a run, by place: they continue where a loader is made again.
 
     The run's seed is that of ``seed_everything``, else the one with which torch was started: nothing is drawn.
     """
@@ -127,7 +127,7 @@ class LoaderSeeds:
 class PerSampleDataset:
     """Stands in for a loader's data set while torch makes an iterator, and for its ``collate_fn``.
 
-    In the main process the generators are put back behind each batch; a worker's are nobody else's.
+    In the main process the generators are put back after each batch; a worker's are nobody else's.
 
     Args:
         dataset: The loader's own; every attribute is looked up on it.
@@ -220,7 +220,7 @@ class PerSampleDataset:
         return len(self._held) > 0 and not self._held.generators().keys() <= set(seeded)
 
     def collate(self, samples: Any) -> Any:
-        """Collate a batch as the user's function does, behind the seeds of its last sample."""
+        """Collate a batch as the user's function does, after the seeds of its last sample."""
         batch = self._current
         if batch is None or self._held is None:  # somebody else's iteration beside the one that is followed
             return self._collate_fn(samples)

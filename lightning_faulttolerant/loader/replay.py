@@ -51,7 +51,7 @@ class Run:
                 return digest
         raise NotExactError(
             f"Where a loader was after {num_batches} batches is not known any more: {self.num_out} were fetched"
-            " meanwhile. Its batches could not go on exactly."
+            " meanwhile. Its batches could not continue exactly."
         )
 
 

@@ -1,6 +1,6 @@
-"""A loader that goes on with another number of ranks or of workers than it was saved with.
+"""A loader that continues with another number of ranks or of workers than it was saved with.
 
-Its order goes on exactly. The random states of workers are those of workers that are not there any more: new ones begin
+Its order resumes exactly. The random states of workers are those of workers that are not there any more: new ones begin
 with states of their own. Samples that are seeded one by one have none, and lose nothing.
 """
 
@@ -61,7 +61,7 @@ def state_for_others(states: Sequence[Mapping[str, Any]], *, num_left: float | N
 
 
 def is_dealt_stream(state: Mapping[str, Any]) -> bool:
-    """Return whether a state is that of a streaming data set of ours that any number of ranks can go on with."""
+    """Return whether a state is that of a streaming data set of ours that any number of ranks can continue with."""
     return len(state.get("streams", ())) == 1 and state.get("is_dealt", False)
 
 
@@ -100,7 +100,7 @@ def between(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> IndexPlan:
-    """Return the plan to go on from what `state_for_others` gave.
+    """Return the plan to continue from what `state_for_others` gave.
 
     Raises:
         NotExactError: If the order can't be dealt to this loader's sampler.
@@ -113,7 +113,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
             f"The epoch in progress was begun by another number of ranks, and a {type(side.own_sampler).__name__} does"
             f" not say how its samples come to rank {side.global_rank} of {side.num_ranks}. Some would come twice,"
             " others never. Let Lightning put its own distributed sampler in (use_distributed_sampler=True, no sampler"
-            " of your own), or go on with as many ranks as before."
+            " of your own), or continue with as many ranks as before."
         )
     # torch's samplers need its length
     now = len(loader.dataset) if side.streamed is None else side.streamed.order().length  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def planned(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) 
 
 
 def with_other_workers(state: Mapping[str, Any], side: IndexSide, loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return a state of which the workers are as many as those of `loader`, none of them with a state to go on from."""
+    """Return a state with as many workers as `loader` has, none of them with a state to resume from."""
     if "iterable" in state:
         return state_for_others([state], num_left=None)
     side.has_other_workers = True

@@ -1,4 +1,4 @@
-"""A ``DataLoader`` for a loop of one's own or for Fabric that says where it is, and goes on exactly there."""
+"""A ``DataLoader`` for a loop of one's own or for Fabric that says where it is, and continues exactly there."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ResumableDataLoader(DataLoader[T]):
     devices), from which samplers, data sets and the training draw alike. `load_state_dict` puts the latter back, and a
     resumed epoch does again, right before its first batch: load the state last, right before the loop.
 
-    A batch counts as consumed when it has been handed out, so `state_dict` belongs behind the step of a batch. Taken
-    behind the last batch of an epoch but in its loop, a state has no batches left: a resumed loop over it ends at once
-    and does what it owes at the end of an epoch, as the uninterrupted one. Taken behind that loop, it begins the next
-    epoch. A loop that was left by ``break`` goes on behind its last batch, but for an epoch that `end_epoch` has ended.
+    A batch counts as consumed when it has been handed out, so `state_dict` belongs after the step of a batch. Taken
+    after the last batch of an epoch but in its loop, a state has no batches left: a resumed loop over it ends at once
+    and does what it owes at the end of an epoch, as the uninterrupted one. Taken after that loop, it begins the next
+    epoch. A loop that was left by ``break`` resumes after its last batch, but for an epoch that `end_epoch` has ended.
 
-    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` goes on rightly.
+    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` continues rightly.
     With several ranks each has a state of its own.
 
     Args:
@@ -71,7 +71,7 @@ class ResumableDataLoader(DataLoader[T]):
         seed: What the samples are seeded from with ``worker_rng="per_sample"``; by default the seed that torch has.
             Give two loaders two seeds, lest they draw the same numbers.
         snapshot_every_n_steps: Accepted for code written for torchdata's ``StatefulDataLoader``; it has no effect.
-        state: A state to go on from, as by `load_state_dict`.
+        state: A state to continue from, as by `load_state_dict`.
         **kwargs: Further arguments of ``DataLoader``.
 
     Raises:
@@ -102,7 +102,7 @@ class ResumableDataLoader(DataLoader[T]):
         if worker_rng not in ("capture", "per_sample"):
             raise ValueError(f'worker_rng is "capture" or "per_sample", not {worker_rng!r}')
         super().__init__(dataset, *args, **kwargs)
-        # Under names of their own, so that Fabric and Lightning find them when they make the loader anew for a sampler.
+        # Under names of their own, so that Fabric and Lightning find them when they remake the loader for a sampler.
         self.worker_rng, self.seed = worker_rng, seed
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None:
@@ -159,7 +159,7 @@ class ResumableDataLoader(DataLoader[T]):
 
     @_shown
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a state, and put the random states of this process back.
+        """Let the next iteration continue from a state, and put the random states of this process back.
 
         An iterator that was made before gives no more batches: its next raises `NotExactError`.
 
@@ -201,7 +201,7 @@ class ResumableDataLoader(DataLoader[T]):
         self._run = None  # it is made again, with this
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is a loader that begins anew, or with the state that was loaded and not yet used.
+        # A copy is a loader that begins again, or with the state that was loaded and not yet used.
         return {name: value for name, value in vars(self).items() if name not in ("_run", *_METHODS)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

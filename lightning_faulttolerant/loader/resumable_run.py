@@ -1,4 +1,4 @@
-"""Where a loop of the user's own is in its loader: the copy that is followed, its states, and how it goes on from one.
+"""Where a loop of the user's own is in its loader: the copy that is followed, its states, and how it resumes from one.
 
 A batch counts as consumed when it has been handed out. The random states of the process belong to the position: they
 are put back when a state is loaded and, where it is one in the middle of an epoch, again right before the next batch.
@@ -40,7 +40,7 @@ class LoaderRun:
 
     def __init__(self, loader: DataLoader[Any], *, seeds: SampleSeeds | None = None) -> None:
         plain = copy.copy(loader)
-        plain.__class__ = DataLoader  # the user's own `__iter__` is in front of this, not behind
+        plain.__class__ = DataLoader  # the user's own `__iter__` is in front of this, not after
         self._tracker = TrackedLoader(plain, seeds=seeds)
         side = self._tracker.index_side
         side.global_rank, side.num_ranks = _place()
@@ -93,14 +93,14 @@ class LoaderRun:
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, restores_rng: bool = True) -> None:
-        """Let the next iteration go on from a position of `state_dict`.
+        """Let the next iteration continue from a position of `state_dict`.
 
         Args:
             state_dict: The state.
             restores_rng: Whether the random states of this process are put back at once.
 
         Raises:
-            NotExactError: If the state can't be gone on from.
+            NotExactError: If the state can't be continued from.
             FingerprintMismatchError: If it is the state of another loader.
             ValueError: If it is no state of a loader.
         """
@@ -146,7 +146,7 @@ class LoaderRun:
     # The iterations.
 
     def iterate(self) -> Iterator[Any]:
-        """Begin an iteration, or go on with the one that was loaded."""
+        """Begin an iteration, or continue with the one that was loaded."""
         state = self._loaded if self._iteration is None else None
         is_rest = state is not None and state["in_epoch"]
         if not is_rest:
@@ -172,9 +172,9 @@ class LoaderRun:
             return
         if self._asked_at == self._iteration.num_out and not self._has_none_left(self._iteration):
             raise NotExactError(
-                f"A state was taken behind batch {self._asked_at} of epoch {self._epoch}, where the loop then left that"
-                " epoch and began the next one. A run that goes on from this state would go on with the rest of the"
-                " epoch. Call end_epoch() of the loader where the epoch is to end, before its state is taken."
+                f"A state was taken after batch {self._asked_at} of epoch {self._epoch}, where the loop then left that"
+                " epoch and began the next one. A run that continues from this state would continue with the rest of"
+                " the epoch. Call end_epoch() of the loader where the epoch is to end, before its state is taken."
             )
         self._epoch += 1
 
@@ -188,7 +188,7 @@ class LoaderRun:
         """Let the epoch that is under way end here."""
         if self._iteration is None:
             raise NotExactError(
-                "end_epoch() was called while no epoch is under way. Call it in the loop over the loader, or behind a"
+                "end_epoch() was called while no epoch is under way. Call it in the loop over the loader, or after a"
                 " break from it."
             )
         handed = None if self._handed is None else self._handed()
@@ -319,6 +319,6 @@ def _compare(saved: Mapping[str, Any], now: Mapping[str, Any], *, may_get_sample
     if differences:
         raise FingerprintMismatchError(
             f"The state is that of another ResumableDataLoader: {'; '.join(differences)}. Its batches would not be"
-            " those of the uninterrupted run. Go on with the same data and arguments, and give each rank the state that"
-            " it saved itself."
+            " those of the uninterrupted run. Continue with the same data and arguments, and give each rank the state"
+            " that it saved itself."
         )

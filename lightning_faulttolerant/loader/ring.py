@@ -21,7 +21,7 @@ import torch
 # Process id of the worker; 1 once the main process wants it gone; for an iterable data set the number of its
 # iteration, and how many batches the worker had fetched when that began, and when it ran out of samples.
 _WORKER_HEADER = struct.Struct("<qqqqq")
-_NOTE_HEADER = struct.Struct("<q")  # length of what the worker has to say, which stands behind it
+_NOTE_HEADER = struct.Struct("<q")  # length of what the worker has to say, which stands after it
 _NOTE_BYTES = 4096
 _SLOT_HEADER = struct.Struct("<qq")  # number of batches fetched; length of the state, or what it would have needed
 _EMPTY = -1

@@ -62,15 +62,15 @@ class SeededSamples:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the seeds of `state_dict`; one of a loader whose samples were not seeded has none."""
+        """Continue with the seeds of `state_dict`; one of a loader whose samples were not seeded has none."""
         state = state_dict.get("per_sample")
         if state is not None:
             self._seeds.load_state_dict(state)
             self._had_workers = [self._num_workers, *(n for n in state["had_workers"] if n != self._num_workers)]
 
     def plan(self, record: Mapping[str, Any], consumed: int) -> IndexPlan:
-        """Return the plan to go on behind `consumed` batches of `record`.
+        """Return the plan to continue after `consumed` batches of `record`.
 
-        Where there never were workers, a batch that was fetched ahead is drawn by the sampler anew.
+        Where there never were workers, a batch that was fetched ahead is drawn by the sampler again.
         """
         return plan_from_state(record, consumed, draws_again=not any(self._had_workers), is_batched=self._is_batched)

@@ -19,7 +19,7 @@ from lightning_faulttolerant.loader.sampler_epochs import is_interruptible
 
 
 def rest_of(sampler: Any, num_batches: int) -> Iterator[Any] | None:
-    """Return the batches of `sampler` behind the first `num_batches`, or ``None`` if it is not known how to skip.
+    """Return the batches of `sampler` after the first `num_batches`, or ``None`` if it is not known how to skip.
 
     The generators, which have to be as when its first index is drawn, are moved by the first ``next`` as `sampler`
     itself would move them. A sampler without batching counts indices.

@@ -56,7 +56,7 @@ class StreamedEpochs:
         self._is_direct = isinstance(loader.dataset, StreamingDataset)
         self._loader_batch_size, self._drop_last = loader.batch_size, loader.drop_last
         self.is_dealt = self._is_direct and self._is_flat(loader)
-        """Whether what all ranks have consumed is the beginning of an order that any number of them can go on with."""
+        """Whether what all ranks have consumed is the beginning of an order that any number of them can resume with."""
         self._begun: list[dict[str, Any]] = []
         self._resumed: Sequence[Mapping[str, Any]] = ()
         for stream in self._streams:
@@ -120,7 +120,7 @@ class StreamedEpochs:
         return [{**place, "is_begun": True} for place in self._begun]
 
     def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterations begin there; one that had been begun goes on."""
+        """Let the next iterations begin there; one that had been begun continues."""
         self._resumed = [place for place in places if place.get("is_begun")]
         self._put(places)
 

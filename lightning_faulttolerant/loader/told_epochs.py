@@ -1,6 +1,6 @@
-"""The epoch that a loop tells its loader's samplers by ``set_epoch``, gone on with where a new process counts from 0.
+"""The epoch that a loop tells its loader's samplers by ``set_epoch``, continued with where a new process counts from 0.
 
-A loop of the user's own usually tells the right epoch behind a resume. Fabric counts the iterations of its process, so
+A loop of the user's own usually tells the right epoch after a resume. Fabric counts the iterations of its process, so
 that its first one would be epoch 0 again, with the order of epoch 0.
 """
 
@@ -62,8 +62,8 @@ class ToldEpochs:
 
         Args:
             epochs: What `state_dict` gave.
-            begun: What it gave when the last iteration had begun: a sampler may move on by itself behind its end.
-            begins_next: Whether the iteration is the one behind that, rather than its rest.
+            begun: What it gave when the last iteration had begun: a sampler may move on by itself after its end.
+            begins_next: Whether the iteration is the one after that, rather than its rest.
         """
         goes_on = False
         for told, epoch, of_last in zip(self._told, epochs, begun, strict=False):

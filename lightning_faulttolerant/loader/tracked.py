@@ -1,4 +1,4 @@
-"""A copy of a user's ``DataLoader`` that can say where it is, as a state, and go on from there.
+"""A copy of a user's ``DataLoader`` that can say where it is, as a state, and continue from there.
 
 The copy is an instance of the user's class and shares the data set and the samplers; the user's own loader is never
 modified.
@@ -69,7 +69,7 @@ class TrackedLoader:
         self.is_followed: Callable[[], bool] = lambda: True
         """Whether an iteration that is asked for now is the one to follow, rather than somebody else's beside it."""
         self.is_held_back: Callable[[], bool] = lambda: False
-        """Whether an iteration that is asked for now is to be empty, since it will be made anew at the right place."""
+        """Whether an iteration that is asked for now is to be empty, since it will be made again at the right place."""
         self.on_first_batch: Callable[[], None] = lambda: None
         """Called right before the first batch of an iteration is asked for."""
         self._rings_aside: list[WorkerRing] = []
@@ -154,7 +154,7 @@ class TrackedLoader:
 
     @property
     def can_be_resized(self) -> bool:
-        """Whether other workers, or other ranks, can go on in the order."""
+        """Whether other workers, or other ranks, can continue in the order."""
         return self.iterable is None or self._streamed.is_dealt
 
     @property
@@ -354,7 +354,7 @@ class TrackedLoader:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a position of `state_dict`."""
+        """Let the next iteration continue from a position of `state_dict`."""
         if self._seeded is not None:
             self._seeded.load_state_dict(state_dict)
         had_workers = state_dict.get("num_workers", self.num_workers)

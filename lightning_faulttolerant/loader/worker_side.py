@@ -42,7 +42,7 @@ class WorkerSide:
         default_init: Called in place of a missing `worker_init_fn`.
         iterable: What stands in for an iterable data set.
         leaves_rest: Whether samples that are too few for a whole batch make one.
-        has_state: Whether the state that a map-style data set keeps is to go on, too.
+        has_state: Whether the state that a map-style data set keeps is to continue, too.
         per_sample: What seeds the samples, if that is the mode; then no state is left in the ring.
     """
 
@@ -77,7 +77,7 @@ class WorkerSide:
 
     @contextlib.contextmanager
     def aside(self, ring: WorkerRing) -> Iterator[WorkerRing]:
-        """Give workers that are made meanwhile a ring of their own, and nothing to go on from."""
+        """Give workers that are made meanwhile a ring of their own, and nothing to continue from."""
         kept, self.ring, self.resume_from = (self.ring, self.resume_from), ring, None
         try:
             yield ring
@@ -85,7 +85,7 @@ class WorkerSide:
             self.ring, self.resume_from = kept
 
     def init(self, worker_id: int) -> None:
-        """Set up a worker that has just started: signals, the user's own function, then the state to go on from."""
+        """Set up a worker that has just started: signals, the user's own function, then the state to continue from."""
         assert self.ring is not None
         self._worker = worker_id
         self.ring.register(worker_id, os.getpid())
@@ -144,11 +144,11 @@ class WorkerSide:
     def _resume(self, state: WorkerState, held: HeldGenerators) -> None:
         missing = _load_worker_state(state, held)
         if missing:
-            refuse(f"A worker goes on: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
+            refuse(f"A worker continues: {lacks_generators(missing)}", strict=self.strict, not_exact=self._not_exact)
         if self._objects is not None:
             self._owed = state.get("objects", {})
             for line in self._objects.load_state_dict(self._owed):
-                refuse(f"A worker goes on without {line}", strict=self.strict, not_exact=self._not_exact)
+                refuse(f"A worker continues without {line}", strict=self.strict, not_exact=self._not_exact)
 
     def collate(self, samples: Any) -> Any:
         """Collate a batch as the user's function does, then leave the worker's state in the ring."""

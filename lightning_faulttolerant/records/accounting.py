@@ -102,7 +102,7 @@ def segments_of(chapter: Chapter) -> list[Segment]:
 
 
 def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
-    """Return the time of the state that a fit goes on from: what was trained of it behind that is done again.
+    """Return the time of the state that a fit continues from: what was trained of it after that is done again.
 
     Args:
         fit: That has started.
@@ -110,7 +110,7 @@ def goes_on_from(fit: Fit, earlier: Sequence[Process]) -> float:
 
     Returns:
         The time of which the autosave's state is; of another checkpoint, such as one of Lightning's own, the last time
-        at which the run is known to have been at its place or before it; minus infinity if it goes on from nothing.
+        at which the run is known to have been at its place or before it; minus infinity if it continues from nothing.
     """
     if fit.resumed is None or not fit.resumed.continues:
         return -math.inf
@@ -157,7 +157,7 @@ class _Cut:
             self.end = end
 
     def redo(self, fit: int, time: float) -> None:
-        """Note that a fit goes on from the state of a time: what was trained of it since is done again."""
+        """Note that a fit continues from the state of a time: what was trained of it since is done again."""
         index = len(self.segments) - 1
         while index >= 0 and self.segments[index].ended > time:
             segment = self.segments[index]

@@ -33,13 +33,13 @@ from lightning_faulttolerant.records.history import (
 from lightning_faulttolerant.records.lines import Line
 
 _MAX_NUMBER = 1e15
-_MAX_TIME = 2.5e11  # what lies behind the year 9892 is no time that could be shown
+_MAX_TIME = 2.5e11  # what lies after the year 9892 is no time that could be shown
 
 
 def history_of(lines: Iterable[Line], *, num_unread: int = 0) -> History:
     """Return what the lines of a history tell.
 
-    A chapter ends with the script, or where a start does not go on although there was an autosave to go on from.
+    A chapter ends with the script, or where a start does not continue although there was an autosave to continue from.
 
     Args:
         lines: Of one file, in their order.
@@ -197,7 +197,7 @@ class _Reader:
             )
 
     def _start_over(self) -> None:
-        """Let the last process begin a new chapter, if those before it have left what it could have gone on from."""
+        """Let the last process begin a new chapter, if those before it have left what it could have continued from."""
         *earlier, last = self._processes
         if any(fit.autosaves for process in earlier for fit in process.fits if fit.number == 1):
             self._processes.pop()

@@ -6,7 +6,7 @@ processes (by the system), the starts and ends of fits, the seconds that trainin
 restoring took, and the time of which the state of each autosave is. Estimated is when a process was killed: it is taken
 to have ended at its last sign of life, an autosave or the mark that it leaves every ten seconds (in its first hundred
 seconds more often). Up to ten seconds of work (more if a single batch takes longer; sixty below a URL) that were done
-behind that, and lost, count as `DOWN` instead of `REDONE`; both are lost, so goodput does not depend on it.
+after that, and lost, count as `DOWN` instead of `REDONE`; both are lost, so goodput does not depend on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTSIDE = "outside"
 RESTORING = "restoring"
 """From the choice of a checkpoint until the first batch could be fetched, with that checkpoint restored."""
 REDONE = "redone"
-"""Training that was done again: behind the autosave that a later process has resumed from."""
+"""Training that was done again: after the autosave that a later process has resumed from."""
 DOWN = "down"
 """No process: from the last sign of life of one to the start of the next."""
 RESTARTING = "restarting"
@@ -73,7 +73,7 @@ class Account:
     Args:
         training: Training that counted.
         saving: Training waited for autosaves.
-        outside: Between fits, and behind the last.
+        outside: Between fits, and after the last.
         starting: The first process, until its first batch.
         restoring: Checkpoints were restored.
         redone: Training that was done again.

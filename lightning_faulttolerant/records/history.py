@@ -7,11 +7,11 @@ the epoch done) and ``global_step``. Kinds, and what they have besides:
 
 - ``begin``: a fit begins, before anything is read or set up for it. ``process`` (names the process of the script, which
   may not be the one that trains), ``pid``, ``host``, ``process_began`` (when that process was started).
-- ``start``: it can fetch its first batch. ``num_ranks``, the place where it goes on, ``continues`` (whether it goes on
+- ``start``: it can fetch its first batch. ``num_ranks``, the place where it resumes, ``resumes`` (whether it resumes
   where this run was), ``resumed``: ``null``, or ``path``, ``position`` (in words), ``seconds`` (that restoring took),
   ``exact``, ``not_exact``, ``notes`` (lists of texts).
 - ``autosave``: one is written and verified. Its place, ``name`` (of its file), ``taken`` (the time of which its state
-  is), ``seconds`` (that training waited for it), ``bytes``, ``behind`` (whether it was written behind training).
+  is), ``seconds`` (that training waited for it), ``bytes``, ``after`` (whether it was written in the background).
 - ``autosaves``: stands for several older ones, when the file was shortened. ``number``, ``seconds`` and ``bytes``, the
   sums; ``since`` (the time of the first); ``longest``: the line of the one that training waited longest for.
 - ``unsaved``: nothing can be saved, because the disk is full or the store is not reached; of one stretch of time the
@@ -93,10 +93,10 @@ class Resumed:
         path: The checkpoint.
         position: Where it was taken, in words.
         seconds: That restoring took, until the first batch could be fetched.
-        exact: What went on exactly.
+        exact: What continued exactly.
         not_exact: What did not, each with the reason.
         notes: What is worth knowing.
-        continues: Whether it goes on where this run was; if not, it begins a new one from somebody's checkpoint.
+        continues: Whether it continues where this run was; if not, it begins a new one from somebody's checkpoint.
     """
 
     path: str
@@ -118,7 +118,7 @@ class Autosave:
         place: Where that was; of several, where the one was that training waited longest for.
         seconds: That training waited, in all.
         num_bytes: Of all; ``None`` if not known.
-        is_behind: Whether it was written behind training.
+        is_behind: Whether it was written in the background.
         name: Of its file; empty for several.
         number: How many it stands for.
         longest: Seconds that training waited for the one that took longest.
@@ -161,7 +161,7 @@ class Fit:
         began: When it began.
         started: When it could fetch its first batch; ``None`` if it never came so far.
         num_ranks: How many ranks trained.
-        place: Where it went on.
+        place: Where it continued.
         resumed: What it was resumed from; ``None`` if it began at the beginning.
         autosaves: In the order of time.
         unsaved: When nothing could be saved, in the order of time.
@@ -201,7 +201,7 @@ class Fit:
 
     @property
     def has_trained(self) -> bool:
-        """Whether it went on from where it started; a finished fit that is only restored does not."""
+        """Whether it continued from where it started; a finished fit that is only restored does not."""
         if self.started is None:
             return False
         return not (self.is_finished and self.last_place == self.place and not self.autosaves)

@@ -2,17 +2,17 @@
 
 Written where ``FaultTolerance(ledger=...)``, or else ``PL_FAULT_TOLERANT_LEDGER``, names a file; also where
 ``PL_FAULT_TOLERANT_TRAINING=0`` switches all else off. Rank 0 writes that file, rank r the one with ``.rank-<r>``
-behind its name; a process that goes on with the same file adds its lines. Each line is one JSON object with its kind
+after its name; a process that continues with the same file adds its lines. Each line is one JSON object with its kind
 under ``event``, the number of the fit in its script under ``fit`` (from 1) and the time, seconds since 1970, under
 ``time``. Numbers that are compared are text: a float is ``float.hex()``, a tensor of several elements a digest. Kinds,
 and what they have besides:
 
 - ``fit``: a fit begins. ``pid``, ``rank``, ``num_ranks``, ``num_batches`` (of an epoch; ``null`` if not known),
   ``max_epochs``, ``surroundings`` (versions, device, threads: what the last bits of sums depend on).
-- ``resumed``: it goes on from a checkpoint, before its first batch. ``epoch``, ``batch``, ``text`` (the position in
-  words; it begins with "at the validation run" if it was taken inside one, "behind the end" behind the whole fit),
+- ``resumed``: it continues from a checkpoint, before its first batch. ``epoch``, ``batch``, ``text`` (the position in
+  words; it begins with "at the validation run" if it was taken inside one, "after the end" after the whole fit),
   ``exact``, ``not_exact`` (the reasons, a list of texts), ``path``.
-- ``batch``: the step of a batch is finished; what its last hooks and its end log comes behind it. ``epoch``, ``batch``
+- ``batch``: the step of a batch is finished; what its last hooks and its end log comes after it. ``epoch``, ``batch``
   (from 0), ``order`` (digest of the indices that the batch was made of; ``null`` if there are none, as with an
   iterable data set, or they are not known, as where all is switched off), ``content`` (digest of the batch as it was
   before the step, on its device; of a step that fetches by itself, of all that it fetched), ``rng`` (digest of the main
@@ -22,17 +22,17 @@ and what they have besides:
   done), ``content`` (digest of all its batches), ``metrics``.
 - ``log``: values given to the loggers, or that would be if there were any. ``epoch``, ``batch`` (batches of the epoch
   begun: one more than the number of the batch that logs), ``step``, ``metrics``, ``validating`` (made in a validation
-  run), ``epoch_end`` (made behind the last batch of a training epoch), ``logger`` (the class of the one that a callback
+  run), ``epoch_end`` (made after the last batch of a training epoch), ``logger`` (the class of the one that a callback
   or the module gave them to by itself; else ``null``). The sanity check's are left out, and what is given to a logger
   itself before the fit's first epoch: that is done again at each start.
 - ``autosave``: an autosave is written and verified; by rank 0, or by all where a strategy shards. ``epoch``, ``batch``
-  (of its position), ``text`` (the position in words), ``path``. One that is written behind training comes later.
+  (of its position), ``text`` (the position in words), ``path``. One that is written in the background comes later.
 - ``end``: the fit came to its end. ``weights``, ``optimizers``, ``metrics``, ``rng``: digests and values.
 
-To join the ledgers of a run's processes: of the earlier ones counts what is not behind the place in ``resumed``: lines
+To join the ledgers of a run's processes: of the earlier ones counts what is not after the place in ``resumed``: lines
 whose ``epoch`` and ``batch``, of a ``batch`` line one more, are not greater. "At the validation run": of that place, no
-``validated`` and no ``validating`` line. "Behind the step": of that place, only the ``batch`` line. "At the end of
-epoch": of that place, none from the first with ``epoch_end`` on. "Behind the end of the fit": all but ``end``.
+``validated`` and no ``validating`` line. "After the step": of that place, only the ``batch`` line. "At the end of
+epoch": of that place, none from the first with ``epoch_end`` on. "After the end of the fit": all but ``end``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DRILL_VARIABLE = "PL_FAULT_TOLERANT_DRILL"
 """In the environment of all that a drill starts: by it one is known that has lost its parent."""
 FAULT_VARIABLE = "PL_FAULT_TOLERANT_FAULT"
 """For the drill: ``<fit>:<epoch>:<batch>:<hook>``, where an exception is to be raised. Hooks: ``start`` (before the
-step), ``step`` (behind the backward pass, before the optimizer's step), ``end``. Where torchrun starts its ranks anew
+step), ``step`` (after the backward pass, before the optimizer's step), ``end``. Where torchrun starts its ranks again
 by itself, they have the variables of before: several places, with a comma between, are for one start each.
 """
 
@@ -140,7 +140,7 @@ class Fit:
     Args:
         number: Of the fit in its script, from 1.
         begun: The line with which it begins.
-        resumed: The line that says where it went on, if it did.
+        resumed: The line that says where it continued, if it did.
         events: All other lines, in order.
     """
 
@@ -171,7 +171,7 @@ class Ledger:
 
     @property
     def events(self) -> tuple[Line, ...]:
-        """The lines of all fits, but for those that begin them and say where they go on."""
+        """The lines of all fits, but for those that begin them and say where they continue."""
         return tuple(line for fit in self.fits for line in fit.events)
 
 

@@ -25,7 +25,7 @@ class LineFile:
         self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Add one object in a single write; behind the torn line of a process that was killed it begins a new one.
+        """Add one object in a single write; after the torn line of a process that was killed it begins a new one.
 
         Raises:
             OSError: If it could not be written whole.
@@ -45,7 +45,7 @@ class LineFile:
 
 
 def append_line(path: str | os.PathLike[str], line: Mapping[str, Any]) -> None:
-    """Add one object in a single write; behind the torn line of a process that was killed it begins a new one.
+    """Add one object in a single write; after the torn line of a process that was killed it begins a new one.
 
     Args:
         path: The file; made if it is not there.

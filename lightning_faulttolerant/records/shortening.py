@@ -90,7 +90,7 @@ class _Marks:
         self._marks.append((time, own, index))
 
     def last_before(self, start: Line) -> int | None:
-        """Return the mark by which it is known when the run was where a start goes on, if there is any."""
+        """Return the mark by which it is known when the run was where a start continues, if there is any."""
         place = place_of(start)
         if place is None:
             return None

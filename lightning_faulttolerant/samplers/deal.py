@@ -25,12 +25,12 @@ class SkipsIndices(Protocol):
     ``iter_from(k)`` gives what ``islice(iter(sampler), k, None)`` gives, in a time that doesn't depend on k. Whoever
     keeps positions himself never calls ``advance``: the sampler's own position stays at 0, so that ``iter`` gives the
     whole epoch, whose order follows from ``sampler.epoch`` (set by ``set_epoch``) and from no generator. The order
-    itself is ``sampler.order(epoch)``, an `Order`, and this rank's part of it, behind what all ranks have consumed,
+    itself is ``sampler.order(epoch)``, an `Order`, and this rank's part of it, after what all ranks have consumed,
     ``sampler.deal(consumed)``, a `Deal`: so the rest of an epoch is dealt to another number of ranks.
     """
 
     def iter_from(self, num_skipped: int) -> Iterator[Any]:
-        """Return what ``iter`` gives behind its first `num_skipped`."""
+        """Return what ``iter`` gives after its first `num_skipped`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Deal:
 
 
 def indices_of(order: Order, deal: Deal, *, skip: int = 0, at_end: Callable[[], None] | None = None) -> Iterator[int]:
-    """Yield this rank's indices behind the first `skip`, from a seek that takes as long for many as for few.
+    """Yield this rank's indices after the first `skip`, from a seek that takes as long for many as for few.
 
     Args:
         order: The epoch's.

@@ -16,18 +16,18 @@ from lightning_faulttolerant.samplers.state import Position
 
 
 class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[int]):  # type: ignore[misc]  # dataset: Sized
-    """Deal the samples of a data set to ranks, in an order that can be gone on with from any position.
+    """Deal the samples of a data set to ranks, in an order that can be continued with from any position.
 
     The order is a pure function of (seed, epoch, position), and all ranks consume it from its beginning: rank r takes
     every ``num_replicas``-th index from r on. So a state is one global count. Resumed with another number of ranks (or
-    another batch size), the rest is dealt anew: no sample is lost, and none repeated but for the padding at the end of
+    another batch size), the rest is dealt again: no sample is lost, and none repeated but for the padding at the end of
     the epoch, at most ``num_replicas - 1`` samples, taken from the beginning of the order as torch does.
 
     It is a ``DistributedSampler``: Lightning leaves it in its place and calls its ``set_epoch``. Under
     ``FaultTolerance`` the position is kept for it, and `advance` is not called. In a loop of one's own, call `advance`
     for what was consumed; all ranks are taken to have consumed as much as this one. A loader with ``drop_last=True``
-    leaves samples over that are never consumed: end its epochs by `in_epoch`. A state from behind its last full batch
-    goes on with no batch, and then with the next epoch.
+    leaves samples over that are never consumed: end its epochs by `in_epoch`. A state from after its last full batch
+    continues with no batch, and then with the next epoch.
 
     Args:
         dataset: The data set, of which only the length is asked for, or that length itself.
@@ -40,9 +40,9 @@ class InterruptibleDistributedSampler(InterruptibleSamples, DistributedSampler[i
         order: ``"torch"``: that of torch's ``DistributedSampler``, exactly, which takes 8 bytes a sample and the time
             to draw them all; ``"feistel"``: computed where it is needed, in constant memory and with a constant time to
             seek, for 10**12 samples as for 10**3.
-        on_world_size_change: What to do with a state of another number of ranks: ``"reshard"``: deal the rest anew;
+        on_world_size_change: What to do with a state of another number of ranks: ``"reshard"``: deal the rest again;
             ``"error"``: a ``FingerprintMismatchError``.
-        len_mode: What ``len`` is behind a resume: ``"full"``: that of the whole epoch, on which Lightning counts;
+        len_mode: What ``len`` is after a resume: ``"full"``: that of the whole epoch, on which Lightning counts;
             ``"remaining"``.
 
     Raises:

@@ -46,7 +46,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     """Deal batches to ranks, each of samples of one group (images of like shape, texts of like length).
 
     Batches are formed of the epoch's order for all ranks together and dealt in turn: rank r takes every
-    ``num_replicas``-th from r on. Progress counts batches. A state may be gone on with by another number of ranks,
+    ``num_replicas``-th from r on. Progress counts batches. A state may be continued with by another number of ranks,
     which are dealt the rest of the batches, or with another batch size, for which new batches are formed of the samples
     that were not consumed: none is lost.
 
@@ -68,7 +68,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
             last of which may be short; ``"drop"``: they are left out. By default ``"pad"``; with `drop_last`,
             ``"drop"``.
         order: Of the samples, as of `InterruptibleDistributedSampler`.
-        len_mode: What ``len``, in batches, is behind a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
+        len_mode: What ``len``, in batches, is after a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
 
     Raises:
         ValueError: If an argument has no such value, or `group_ids` is not as long as `dataset`.
@@ -215,7 +215,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
     def state_dict(self) -> dict[str, Any]:
         """Return where the sampler is; an epoch that was consumed whole is the beginning of the next one.
 
-        ``global_consumed`` counts batches of ``batch_size`` that all ranks have consumed, behind what
+        ``global_consumed`` counts batches of ``batch_size`` that all ranks have consumed, after what
         ``consumed_before`` says of other batch sizes; ``progress``, as in the original's state, this rank's batches.
         """
         epoch, consumed = self._position()
@@ -232,7 +232,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from where `state_dict` was made, here or by the original library.
+        """Continue from where `state_dict` was made, here or by the original library.
 
         Args:
             state_dict: Of this sampler, with any number of ranks and any batch size, or the original's
@@ -243,7 +243,7 @@ class InterruptibleDistributedGroupedBatchSampler(Interruptible, DistributedSamp
 
         Raises:
             FingerprintMismatchError: If one of these differs, and `strict`. Both values are shown.
-            AdvancedTooFarError: If it lies behind the epoch's end.
+            AdvancedTooFarError: If it lies after the epoch's end.
             ValueError: If it is no state of such a sampler.
         """
         position = read_position(state_dict, kind=self.kind)

@@ -224,7 +224,7 @@ class MetricsTracker:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> MetricsTracker:
-        """Go on from where `state_dict` was made, here or by the original library.
+        """Continue from where `state_dict` was made, here or by the original library.
 
         Args:
             state_dict: Of a tracker with the same `reduce_op`, or the original's ``{"epoch_reports", "agg"}``.

@@ -29,7 +29,7 @@ class Interruptible(ABC):
         num_replicas: How many ranks there are; ``None``: asked for when it is needed.
         rank: Which one this is; ``None``: asked for when it is needed.
         drop_last: Whether the last units, too few to give each rank one, are left out.
-        len_mode: What ``len`` is behind a resume: that of the whole epoch, or what remains.
+        len_mode: What ``len`` is after a resume: that of the whole epoch, or what remains.
     """
 
     _kept: tuple[str, ...] = ("epoch", "_begin", "_own", "_is_restored", "_largest_advance", "_is_exhausted")
@@ -64,7 +64,7 @@ class Interruptible(ABC):
 
     @abstractmethod
     def _iterate(self, skip: int) -> Iterator[Any]:
-        """Return the units of this rank's deal behind the first `skip`."""
+        """Return the units of this rank's deal after the first `skip`."""
 
     def place(self) -> Place:
         """Return which rank this is; it stays the same from the first ``advance`` to the end of the epoch."""
@@ -113,7 +113,7 @@ class Interruptible(ABC):
         return self.iter_from(0)
 
     def iter_from(self, num_skipped: int) -> Iterator[Any]:
-        """Return what ``iter`` gives behind its first `num_skipped`, in a time that doesn't depend on their number.
+        """Return what ``iter`` gives after its first `num_skipped`, in a time that doesn't depend on their number.
 
         Where an epoch was consumed whole, it is the next one that begins.
         """
@@ -168,7 +168,7 @@ class Interruptible(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes.
 
-        The epoch that is under way, or that was restored, goes on where it is; another one begins.
+        The epoch that is under way, or that was restored, continues where it is; another one begins.
 
         Args:
             epoch: From 0.
@@ -196,7 +196,7 @@ class Interruptible(ABC):
 
     @contextlib.contextmanager
     def in_epoch(self, epoch: int, *, strict: bool = True) -> Iterator[None]:
-        """Begin an epoch, or go on with it, and end it behind the block: a state saved later begins the next one.
+        """Begin an epoch, or continue with it, and end it after the block: a state saved later begins the next one.
 
         An exception in the block leaves the position where it is, so that it can still be saved.
 
@@ -237,7 +237,7 @@ class Interruptible(ABC):
             setattr(self, name, copy.deepcopy(state[name]))
 
     def _position(self) -> tuple[int, int]:
-        """Return the epoch to go on with, and what all ranks have consumed of it."""
+        """Return the epoch to continue with, and what all ranks have consumed of it."""
         return (self.epoch + 1, 0) if self.is_over else (self.epoch, self.global_consumed)
 
     def _go_to(self, epoch: int, consumed: int) -> None:
@@ -248,11 +248,11 @@ class Interruptible(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on from here."""
+        """Return what is needed to continue from here."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from where `state_dict` was made."""
+        """Continue from where `state_dict` was made."""
 
 
 LenMode = Literal["full", "remaining"]

@@ -75,7 +75,7 @@ class InterruptibleSamples(Interruptible):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on from where `state_dict` was made, here or by the original library.
+        """Continue from where `state_dict` was made, here or by the original library.
 
         Args:
             state_dict: Of such a sampler, or the original's ``{"progress", "epoch"}``, whose count is taken to be that
@@ -85,7 +85,7 @@ class InterruptibleSamples(Interruptible):
 
         Raises:
             FingerprintMismatchError: If one of these differs, and `strict`. Both values are shown.
-            AdvancedTooFarError: If it lies behind the epoch's end.
+            AdvancedTooFarError: If it lies after the epoch's end.
             ValueError: If it is no state of such a sampler.
         """
         position = read_position(state_dict, kind=self.kind)
@@ -100,4 +100,4 @@ class InterruptibleSamples(Interruptible):
         self._go_to(position.epoch, consumed)
 
     def _check_loadable(self, position: Position) -> None:
-        """Raise, or warn, about what else stands against going on from there."""
+        """Raise, or warn, about what else stands against continuing from there."""

@@ -13,7 +13,7 @@ from lightning_faulttolerant.samplers.samples import InterruptibleSamples
 
 
 class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
-    """Give all samples of a data set, in an order that can be gone on with from any position.
+    """Give all samples of a data set, in an order that can be continued with from any position.
 
     It deals nothing to ranks: it is for a data set that holds this rank's own samples, as `DistributedShardedDataset`
     does, or for one rank. In a loop of one's own, call `advance` for what was consumed; under ``FaultTolerance`` it is
@@ -29,7 +29,7 @@ class InterruptibleSampler(InterruptibleSamples, Sampler[int]):
         drop_last: Without effect, as in the original library, and announced: nothing is dealt, so nothing is left over.
         order: ``"torch"``: a permutation of torch's, 8 bytes a sample; ``"feistel"``: computed where it is needed, in
             constant memory and with a constant time to seek.
-        len_mode: What ``len`` is behind a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
+        len_mode: What ``len`` is after a resume: ``"full"``: that of the whole epoch; ``"remaining"``.
 
     Raises:
         ValueError: If an argument has no such value.

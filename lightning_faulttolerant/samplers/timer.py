@@ -89,7 +89,7 @@ class TimestampedTimer:
         return {"version": _VERSION, "running": self.running + self._now() - self.start_time}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the seconds of an earlier process; the step that runs begins now.
+        """Continue from the seconds of an earlier process; the step that runs begins now.
 
         Raises:
             ValueError: If it is no state of a timer.

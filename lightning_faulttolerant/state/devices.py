@@ -1,4 +1,4 @@
-"""The accelerators of this process, by names that hold in the process that goes on for it.
+"""The accelerators of this process, by names that hold in the process that continues for it.
 
 A rank's own device may have another number there: eight ranks on one machine have ``cuda:0`` to ``cuda:7``, on two
 machines twice ``cuda:0`` to ``cuda:3``. So the one that is current is ``cuda``; only the others have a number.

@@ -79,7 +79,7 @@ def _python_offsets() -> tuple[int, int] | None:
         image = _image(generator)
         known = (struct.pack(f"<{_NUM_WORDS}I", *words), struct.pack("<I", index))
         found = image.find(known[0])
-        # Right before the words or right behind them, and nowhere else.
+        # Right before the words or right after them, and nowhere else.
         places = [found - _INDEX_BYTES, found + _WORDS_BYTES]
         places = [at for at in places if at >= 0 and image[at : at + _INDEX_BYTES] == known[1]]
         if found < 0 or len(places) != 1 or (offsets is not None and offsets != (found, places[0])):

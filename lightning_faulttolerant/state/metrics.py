@@ -110,7 +110,7 @@ def load_metric(metric: Metric, state: Mapping[str, Any]) -> list[str]:
     # torchmetrics has no public way to say that a metric was updated; without it `compute` warns and `sync` misjudges.
     metric._update_count = state["update_count"]
     metric._computed = None
-    # A metric that makes its states in its first update would make them anew, and forget these.
+    # A metric that makes its states in its first update would make them again, and forget these.
     return sorted(state["values"].keys() - metric.metric_state.keys())
 
 

@@ -82,7 +82,7 @@ def walk(queue: deque[tuple[Path, Any]], *, known: Collection[int] = ()) -> Iter
         if isinstance(value, _PRIMITIVES) or id(value) in visited or id(value) in known:
             continue
         if len(visited) >= _MAX_VISITED:
-            _log.warning("Gave up looking for generators behind %s objects, at %s.", _MAX_VISITED, path_name(path))
+            _log.warning("Gave up looking for generators after %s objects, at %s.", _MAX_VISITED, path_name(path))
             return
         visited.add(id(value))
         yield path, value

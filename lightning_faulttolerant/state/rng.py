@@ -79,5 +79,5 @@ def _set_device(name: str, blob: bytes) -> None:
     elif packing.has_drawn(blob):
         raise ValueError(
             f"The checkpoint holds the generator state of device {name!r}, which this process does not have. Random"
-            " draws on it could not go on. Resume on a machine with the same devices."
+            " draws on it could not continue. Resume on a machine with the same devices."
         )

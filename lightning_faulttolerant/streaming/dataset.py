@@ -68,7 +68,7 @@ class StreamingDataset(ShardedDataset, OrderedDataset, IterableDataset[Any]):
         sampling_granularity: How many samples are taken from a shard at a time, where it is read in part.
         batching_method: ``"random"``: batches are mixed of all streams; ``"stratified"``: each has the same share of
             each stream; ``"per_stream"``: each global batch is of one stream. The last two need `batch_size`, and an
-            equal global batch when a run goes on.
+            equal global batch when a run continues.
         partition_algo: Accepted; any number of ranks can read here.
         allow_unsafe_types: Read pickled columns, which run whatever code is in them.
         replication: How many ranks in a row get the same samples (tensor or sequence parallelism).

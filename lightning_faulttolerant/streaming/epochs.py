@@ -202,7 +202,7 @@ class EpochBook:
         if info.id == 0:
             epoch, sample = self.begin(normal, is_vague=is_vague and info.num_workers > 1)
             self._numbers[at] = -1
-            # In this order: who reads the number of the iteration reads the place behind it.
+            # In this order: who reads the number of the iteration reads the place after it.
             self._numbers[at + 2], self._numbers[at + 3] = epoch, sample
             self._numbers[at + 1] = iteration
             self._numbers[at] = self._pool
@@ -226,7 +226,7 @@ class EpochBook:
 
 def _pool_of(worker: int) -> int:
     """Return a number that the workers of one iterator have in common, and those of no other one of this process."""
-    # A process numbers its children, and a loader makes its workers one behind the other. The number is in the name:
+    # A process numbers its children, and a loader makes its workers one after the other. The number is in the name:
     # ForkProcess-3, or ForkProcess-1:3 where the main process is a child, too.
     number = multiprocessing.current_process().name.rpartition("-")[2].rpartition(":")[2]
     if not number.isdigit():

@@ -20,7 +20,7 @@ class StreamingDataLoader(DataLoader[Any]):
     A batch counts once it is handed out in the main process; what workers have fetched ahead does not. The state is the
     same on every rank, and may be loaded with another number of ranks or workers.
 
-    An iteration that is left early is over: the next one is the next epoch, in whole. To go on in the epoch that was
+    An iteration that is left early is over: the next one is the next epoch, in whole. To continue in the epoch that was
     left, load the loader's own state: ``loader.load_state_dict(loader.state_dict())``.
 
     Args:
@@ -73,7 +73,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return batches, self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the last batch that was handed out; below 1 kB, the same on every rank.
+        """Return the place after the last batch that was handed out; below 1 kB, the same on every rank.
 
         Raises:
             StreamingError: If the place can't be told, since an iterator was moved behind the loader's back.
@@ -120,7 +120,7 @@ class _Place:
         return self._dataset.book.num_put != self.num_put
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the data set behind the batches that were handed out."""
+        """Return the state of the data set after the batches that were handed out."""
         if self._dataset.book.is_moved:
             raise StreamingError(
                 "The iterator of this data set was moved by a state of its own, so how far it is can't be told by the"

@@ -96,7 +96,7 @@ class Ordering:
         block_size: What the algorithm takes for a block, in samples.
         epoch_size: Samples of an epoch: a number, or a text such as ``"10k"``.
         seeding: What the order is drawn from, until a state says otherwise.
-        sampling_method: Whether samples are drawn anew in each epoch.
+        sampling_method: Whether samples are drawn again in each epoch.
         sampling_granularity: How many samples are taken from a shard at a time.
         batching_method: Of which streams the samples of a batch are.
 

@@ -106,7 +106,7 @@ class Samples(Iterator[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another iteration of the same worker was.
+        """Continue where another iteration of the same worker was.
 
         Raises:
             NotExactError: If it was of another worker, or the ranks or workers were others.

@@ -105,7 +105,7 @@ def current_world(environment: Mapping[str, str] | None = None) -> World:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandedWorld:
-    """What a main process found out, for a worker that it starts anew and that may find out something else.
+    """What a main process found out, for a worker that it starts again and that may find out something else.
 
     Args:
         process_id: Of the main process.

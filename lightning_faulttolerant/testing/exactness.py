@@ -43,7 +43,7 @@ class Interruption:
     Args:
         exit_code: Of the process that was interrupted, with several ranks of the one that failed first; negative for a
             signal that killed it.
-        epoch: Where the next process went on.
+        epoch: Where the next process continued.
         batch: Where in the epoch.
         num_batches_twice: How many training batches were done before and again after the interruption.
         num_batches_kept: How many were done before and not again.
@@ -75,7 +75,7 @@ def assert_resumes_exactly(
     ``worker_rng="per_sample"``: without it nothing seeds each sample.
 
     With several ranks each run is one process for each, as under torchrun; what a rank does is compared with what the
-    same rank did in the uninterrupted run, and all must go on in one place.
+    same rank did in the uninterrupted run, and all must continue in one place.
 
     Args:
         fit: Gets callbacks and a directory; builds data, model and ``Trainer(callbacks=..., default_root_dir=...)``,
@@ -260,7 +260,9 @@ class _Interrupted:
     def _join(self, last: Outcome, outcome: Outcome) -> None:
         resumed = outcome.resumed
         if resumed is None and (outcome.exit_code != 0 or not self._may_begin_anew):
-            raise NotTheSame(f"A restart began from the beginning, or ended before it could go on.\n{outcome.output}")
+            raise NotTheSame(
+                f"A restart began from the beginning, or ended before it could continue.\n{outcome.output}"
+            )
         epoch, batch = (0, 0) if resumed is None else (resumed["epoch"], resumed["batch"])
         if (epoch, batch) == (0, 0) and not self._may_begin_anew:
             raise NotTheSame("A restart began from the beginning.")

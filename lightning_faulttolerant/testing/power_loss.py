@@ -21,7 +21,7 @@ from lightning_faulttolerant.testing.steps import Step
 Kept = Literal["synced", "names", "removals"]
 
 
-class PowerLost(BaseException):  # not an Exception: no program may catch it and go on
+class PowerLost(BaseException):  # not an Exception: no program may catch it and continue
     """Raised in the program whose machine loses its power; ``PowerLoss`` takes it back at the end of its block."""
 
 

@@ -20,8 +20,8 @@ class Trace:
     """What one rank's process did.
 
     Args:
-        events: In order, without the one that says where it went on.
-        resumed: That one, if it went on from a checkpoint and came as far as the next batch or validation run.
+        events: In order, without the one that says where it continued.
+        resumed: That one, if it continued from a checkpoint and came as far as the next batch or validation run.
     """
 
     events: list[Event]
@@ -49,15 +49,15 @@ class Outcome:
 
     @property
     def resumed(self) -> Event | None:
-        """Where the ranks went on, which must be one place.
+        """Where the ranks continued, which must be one place.
 
         Raises:
-            NotTheSame: If they went on in different places, or one of them from the beginning.
+            NotTheSame: If they continued in different places, or one of them from the beginning.
         """
         places = {rank: trace.resumed for rank, trace in enumerate(self.traces) if trace.resumed or trace.events}
         if len({str(place) for place in places.values()}) > 1:
             told = "\n".join(f"  rank {rank}: {json.dumps(place)}" for rank, place in places.items())
-            raise NotTheSame(f"The ranks went on in different places.\n{told}\n{self.output}")
+            raise NotTheSame(f"The ranks continued in different places.\n{told}\n{self.output}")
         return next(iter(places.values()), None)
 
 
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def before(events: list[Event], resumed: Event | None) -> list[Event]:
-    """Return the events in front of the place where a run went on; none if it began from the beginning."""
+    """Return the events in front of the place where a run continued; none if it began from the beginning."""
     if resumed is None:
         return []
     name = "validation" if "validation" in resumed["text"] else "batch"

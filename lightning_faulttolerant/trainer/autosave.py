@@ -1,4 +1,4 @@
-"""Checkpoints that we write of our own accord: when, what goes into them, and what of that is done behind training."""
+"""Checkpoints that we write of our own accord: when, with what in them, and what is done in the background."""
 
 from __future__ import annotations
 
@@ -94,27 +94,27 @@ class Autosaver:
         self.save_seconds = 0.0
         """How long the longest save took that was waited for."""
         self._behind: Position | None = None
-        """Where the state was taken that is written behind training, or was."""
+        """Where the state was taken that is written in the background, or was."""
         self._is_proven = False
         """Whether an autosave of this process was written and loaded again."""
         self.is_saved_before: Callable[[Position], bool] = lambda position: False
         """Tells at the first boundary whether its state is that of the autosave that the fit has resumed from."""
         self.is_dumping = False
         self.on_saved: Sequence[Callable[[Position, str], None]] = ()
-        """Called with its position and path, by who has written it; also from the thread behind training."""
+        """Called with its position and path, by who has written it; also from the thread in the background."""
 
     def is_due(self) -> bool:
         """Return whether an autosave is due at this boundary. The first boundary's is always.
 
         Raises:
-            Exception: What the write behind training has raised since the last boundary, as it was, unless it only
+            Exception: What the write in the background has raised since the last boundary, as it was, unless it only
                 could not write.
         """
         self._take_failure()
         return self.pace.is_due() and (self.counts_steps or not self._writer.is_busy)
 
     def _take_failure(self) -> None:
-        """Note why the write behind training has failed, if it has; raise it if it is no fault of the store's."""
+        """Note why the write in the background has failed, if it has; raise it if it is no fault of the store's."""
         error = self._writer.take_error()
         if error is None:
             return
@@ -123,7 +123,7 @@ class Autosaver:
         self.pace.note_failure(self._behind, described(error), self.pace.now())
 
     def save_due(self, position: Position) -> None:
-        """Save the state of this boundary, behind training if it is to be so and this is not the first time."""
+        """Save the state of this boundary, in the background if it is to be so and this is not the first time."""
         if self.pace.is_first and self._is_saved_before(position):
             return
         if self.pace.is_first:
@@ -158,13 +158,13 @@ class Autosaver:
         return is_saved
 
     def _save_behind(self, checkpoint: dict[str, Any] | None, position: Position, began: float) -> bool:
-        """Begin to write behind training; return whether it was written at once instead."""
+        """Begin to write in the background; return whether it was written at once instead."""
         assert checkpoint is not None
         self._run_state.files.flush()
         try:
             staged = self._staging.copy(checkpoint)
         except Exception as error:  # noqa: BLE001 - deepcopy runs users' code; what it can't copy torch.save may write
-            _log.warning("A copy to be written behind training failed, so this save is waited for: %r", error)
+            _log.warning("A copy to be written in the background failed, so this save is waited for: %r", error)
             self._write_now(checkpoint, position, began)
             return True
         waited, self._behind = self.pace.now() - began, position
@@ -204,15 +204,15 @@ class Autosaver:
             load_buffers(module, now)
 
     def settle(self) -> None:
-        """Wait for the write behind training. If it failed, what comes next is to make up for it."""
+        """Wait for the write in the background. If it failed, what comes next is to make up for it."""
         self._writer.wait()
         error = self._writer.take_error()
         if error is not None:
             self.pace.is_urgent = False
-            _log.warning("An autosave could not be written behind training; the one before it is there: %r", error)
+            _log.warning("An autosave could not be written in the background; the one before it is there: %r", error)
 
     def close(self) -> None:
-        """Wait for the write behind training, and give its memory back."""
+        """Wait for the write in the background, and give its memory back."""
         self.settle()
         self._staging.clear()
 

@@ -1,4 +1,4 @@
-"""The beginning of a fit: rank 0 opens the run and chooses what the fit goes on from, the others follow.
+"""The beginning of a fit: rank 0 opens the run and chooses what the fit continues from, the others follow.
 
 Rank 0 does so before its loggers begin their files, when there is no process group yet: the others learn of it as soon
 as there is one, and of its failure too.
@@ -41,7 +41,7 @@ class _Told:
 
 
 class Beginning:
-    """What a fit goes on from, and where it saves.
+    """What a fit continues from, and where it saves.
 
     Args:
         trainer: Whose fit it is.
@@ -66,7 +66,7 @@ class Beginning:
         self.ranks: Ranks = Alone()
         self.is_connected = trainer.world_size == 1
         self.choice: Choice | None = None
-        """What the fit goes on from; ``None`` until it is known."""
+        """What the fit continues from; ``None`` until it is known."""
 
     def begin(self) -> None:
         """Open the run and choose, on rank 0; to be called before its loggers begin their files."""
@@ -95,7 +95,7 @@ class Beginning:
         self.history.begin(options.script)
 
     def connect(self) -> Ranks:
-        """Connect the ranks, and let those behind rank 0 know what it has found; a collective.
+        """Connect the ranks, and let those after rank 0 know what it has found; a collective.
 
         Raises:
             Exception: What `begin` has raised on rank 0, on every rank.
@@ -106,7 +106,7 @@ class Beginning:
         return self.ranks
 
     def choose(self, checkpoint_path: Any) -> Choice:
-        """Return what the fit goes on from, chosen now if it was not before; a collective.
+        """Return what the fit continues from, chosen now if it was not before; a collective.
 
         Args:
             checkpoint_path: What Lightning would restore from.
@@ -134,7 +134,7 @@ class Beginning:
             moved_roots=self._files.moved_roots,
             error=self._error and _picklable(self._error),
         )
-        told: _Told = self.ranks.from_first("what the fit goes on from", own)
+        told: _Told = self.ranks.from_first("what the fit continues from", own)
         if told.error is not None:
             raise self._error or told.error
         if self.ranks.rank > 0:

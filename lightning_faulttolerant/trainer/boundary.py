@@ -179,7 +179,7 @@ class Boundary:
         return False
 
     def _is_waiting_for_workers(self) -> bool:
-        # Until its batch arrives nothing has happened behind the boundary: no index was drawn either.
+        # Until its batch arrives nothing has happened after the boundary: no index was drawn either.
         if not compat.fetches_at_the_boundary(self._trainer):
             return False
         return self._stop.broke_fetch and self._handed_out == self._loaders.num_handed_out()

@@ -1,4 +1,4 @@
-"""The callback: `Trainer(callbacks=[FaultTolerance()])`, run again after a crash, goes on where it was."""
+"""The callback: `Trainer(callbacks=[FaultTolerance()])`, run again after a crash, continues where it was."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class FaultTolerance(AnyCallback):
-    """Lets a training that is killed at any moment go on, when the same command is run again, exactly where it was.
+    """Lets a training that is killed at any moment continue, when the same command is run again, exactly where it was.
 
     Arguments that are not passed are taken from ``PL_FAULT_TOLERANT_OPTIONS``, where it names them.
 
@@ -45,7 +45,7 @@ class FaultTolerance(AnyCallback):
         overhead_budget: Share of the time, in (0, 1], that waiting for autosaves and captures in memory may take
             together; where an interval is given, captures alone. Soon after a start saves come more often. 1 means no
             limit.
-        async_save: Write autosaves behind training: it only waits until its state is copied, which takes as much memory
+        async_save: Write autosaves in the background. Training waits only for the copy, which takes as much memory
             as a checkpoint is long. At most one is being written; where steps say when, the next one waits for it, else
             it is skipped. The first of a fit and those of a stop, an exception and the end are waited for.
         stop_signals: Names of the signals that stop the run after its batch is finished and its state saved.
@@ -55,9 +55,9 @@ class FaultTolerance(AnyCallback):
             now on, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. It stops and saves before,
             with exit code 75. ``SLURM_JOB_END_TIME`` is minded in any case; the earlier of the two counts.
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
-        auto_resume: Whether to go on from autosaves of this run; if not, they are set aside.
+        auto_resume: Whether to continue from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
-        elastic: Whether a run may go on with another number of ranks or of workers although their random generators
+        elastic: Whether a run may continue with another number of ranks or of workers although their random generators
             can't be carried over: new ones begin with states of their own, and the report says so. With
             ``worker_rng="per_sample"`` it may without.
         worker_rng: ``capture``: random draws in the workers are torch's, and their generators' states are saved.

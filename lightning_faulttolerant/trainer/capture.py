@@ -281,7 +281,7 @@ def _load_trainer_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _of_ddp(trainer: Trainer) -> tuple[str, ...]:
-    # Whether the next forward takes rank 0's buffers. A new DDP does; one behind a forward that reduced no gradients
+    # Whether the next forward takes rank 0's buffers. A new DDP does; one after a forward that reduced no gradients
     # (validation, an open accumulation window, manual optimization) doesn't, and each rank keeps its own.
     is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     return ("require_forward_param_sync",) if is_ddp else ()

@@ -1,4 +1,4 @@
-"""From which checkpoint a fit goes on: our newest autosave, the one it was started with, or none."""
+"""From which checkpoint a fit continues: our newest autosave, the one it was started with, or none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def continues(self) -> bool:
-        """Whether the fit goes on where this run was, rather than beginning anew."""
+        """Whether the fit continues where this run was, rather than beginning again."""
         return self.is_autosave or (self.autosave is not None and self.sets_aside is None)
 
     def with_checkpoint(self, checkpoint: dict[str, Any] | None) -> Choice:
@@ -82,7 +82,7 @@ def choose(trainer: Trainer, series: AutosaveSeries, given: Any, options: Option
     except NoValidCheckpointError as damages:
         if not is_newest:
             raise
-        _log.warning("%s This fit goes on from %s, which ckpt_path stands for.", damages, path)
+        _log.warning("%s This fit continues from %s, which ckpt_path stands for.", damages, path)
         found = None
     if found is None:
         return Choice(path=_as_given(given), origin=origin)
@@ -125,7 +125,7 @@ class _Why:
     def tell(self, path: str, newest: str) -> None:
         """Say it, and how to start from that checkpoint all the same."""
         if self.is_damage:
-            reason = f"{path} can't be taken, so this run goes on from its newest autosave: {self.reason}"
+            reason = f"{path} can't be taken, so this run continues from its newest autosave: {self.reason}"
             advice = "To start from that file all the same, pass FaultTolerance(auto_resume=False) once:"
             _log.warning("%s %s the autosaves are then set aside.", reason, worded(advice))
         else:

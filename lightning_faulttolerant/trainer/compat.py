@@ -27,7 +27,7 @@ SEAMS = {
     "trainer.fit_loop._data_fetcher": "finishing a batch that was saved before its validation run",
     "trainer.fit_loop.epoch_loop._batches_that_stepped": "the step that loggers receive",
     "trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader": "the step of values logged in validation",
-    "trainer.fit_loop._last_train_dl_reload_epoch": "reload_dataloaders_every_n_epochs behind a resume",
+    "trainer.fit_loop._last_train_dl_reload_epoch": "reload_dataloaders_every_n_epochs after a resume",
     "trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch": "reload_dataloaders_every_n_epochs, likewise",
     "trainer._checkpoint_connector.resume_start": "choosing the autosave to resume from",
     "trainer._checkpoint_connector.restore_training_state": "resuming with a LearningRateFinder among the callbacks",
@@ -213,7 +213,7 @@ def end_validation(trainer: Trainer, callbacks: list[Callback], *, module: bool,
 
 
 def before_validation(trainer: Trainer, first_loop_iter: bool | None) -> dict[str, Any]:
-    """Return what Lightning puts back behind the validation run that is under way."""
+    """Return what Lightning puts back after the validation run that is under way."""
     return {"training": dict(validation_loop(trainer)._module_mode.mode), "first_loop_iter": first_loop_iter}
 
 
@@ -271,7 +271,7 @@ def end_fetching(trainer: Trainer) -> None:
 def renew_iterator(
     trainer: Trainer, state: Mapping[str, Any] | None, skip: Callable[[list[Any], list[Any]], None]
 ) -> None:
-    """Make the training loaders' iterators anew, as at the beginning of an epoch, if there are any already.
+    """Make the training loaders' iterators again, as at the beginning of an epoch, if there are any already.
 
     Args:
         trainer: Whose.
@@ -364,7 +364,7 @@ def reload_epochs(trainer: Trainer) -> list[float]:
 
 
 def set_reload_epochs(trainer: Trainer, epochs: list[float]) -> None:
-    """Put back what `reload_epochs` gave, so that they are asked for anew in the same epochs."""
+    """Put back what `reload_epochs` gave, so that they are asked for again in the same epochs."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.fit_loop._last_train_dl_reload_epoch, val_loop._last_val_dl_reload_epoch = epochs
 

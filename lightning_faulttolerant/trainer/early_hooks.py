@@ -13,7 +13,7 @@ _HOOKS = ("on_save_checkpoint", "state_dict")
 
 
 def can_wait(error: Exception, trainer: Trainer, position: Position) -> bool:
-    """Return whether the first save is put off, and say so: without us such a hook is called behind a step at first.
+    """Return whether the first save is put off, and say so: without us such a hook is called after a step at first.
 
     Args:
         error: What the save has raised.

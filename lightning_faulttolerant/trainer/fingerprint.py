@@ -64,7 +64,7 @@ class Fingerprint:
 
     def settings(self) -> dict[str, Any]:
         """Return what is known when the fit begins."""
-        if not self._settings:  # once: callbacks may change them while the fit goes on
+        if not self._settings:  # once: callbacks may change them while the fit continues
             optimizers = {str(i): optimizer_fingerprint(o) for i, o in enumerate(self._trainer.optimizers)}
             self._settings = {"optimizers": optimizers, "trainer": trainer_fingerprint(self._trainer)}
         return self._settings
@@ -125,7 +125,7 @@ def as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def loader_as_carried_over(saved: Mapping[str, Any], now: Mapping[str, Any], *, is_resized: bool) -> dict[str, Any]:
-    """Return a saved `loader_fingerprint` with what goes on all the same as it is now.
+    """Return a saved `loader_fingerprint` with what continues all the same as it is now.
 
     Args:
         saved: The saved one.
@@ -157,7 +157,7 @@ def mismatch(lines: list[str], *, path: str, remedy: str = "") -> FingerprintMis
         + "\n".join(f"  - {line}" for line in lines)
         + f"\n{remedy}".rstrip()
         + "\nGoing on would give neither the one run nor the other. Start with the same settings, pass"
-        " strict=False to go on with what can be restored, or FaultTolerance(run_id=...) with another name to start"
+        " strict=False to continue with what can be restored, or FaultTolerance(run_id=...) with another name to start"
         " from the beginning."
     )
 

@@ -16,7 +16,7 @@ def is_saved(trainer: Trainer, choice: Choice | None, resume: Resume | None, pos
 
     Args:
         trainer: Whose fit it is.
-        choice: What the fit goes on from.
+        choice: What the fit continues from.
         resume: The resume from it, if there is one.
         position: Of the first boundary.
     """

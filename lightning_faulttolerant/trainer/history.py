@@ -99,7 +99,7 @@ class History:
         """Note that the first batch can be fetched; only the first call of a fit does.
 
         Args:
-            choice: What the fit goes on from.
+            choice: What the fit continues from.
             report: What was restored, if anything was.
         """
         if self._has_started:
@@ -129,7 +129,7 @@ class History:
             position: Where it was taken.
             seconds: That training waited for it.
             taken: When, by ``time.perf_counter``.
-            is_behind: Whether it was written behind training.
+            is_behind: Whether it was written in the background.
         """
         self._add(
             AUTOSAVE,

@@ -1,9 +1,9 @@
 """Checkpoints that somebody else asks for inside a fit: what of ours goes into them, and whether it can be exact.
 
-A run can go on exactly from between two batches, from the start of a validation run, and from the end of a batch, of a
+A run can resume exactly from between two batches, from the start of a validation run, and from the end of a batch, of a
 validation run and of an epoch, where what is still owed can be done by Lightning's own loops. So a checkpoint from the
 middle of a batch or of a validation run takes the state of their start. It can't be exact where parameters have moved
-since, or where hooks of the same event stood behind the saving one whose arguments are gone.
+since, or where hooks of the same event stood after the saving one whose arguments are gone.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PLACES = {
     "on_fit_end": FINISHED,
     "teardown": FINISHED,
 }
-# Called with an outcome and a batch that are gone when a run goes on; of Lightning's own callbacks two look at them.
+# Called with an outcome and a batch that are gone when a run continues; of Lightning's own callbacks two look at them.
 _WITH_BATCH = ("on_train_batch_end",)
 _LOOKS_AT_BATCHES = (SpikeDetection, ThroughputMonitor)
-# A run that goes on behind its end doesn't come by these any more.
+# A run that continues after its end doesn't come by these any more.
 _NOT_AGAIN = ("on_train_end", "on_fit_end", "teardown")
 _SAVES = "save_checkpoint"
 
@@ -56,12 +56,12 @@ class HookSave:
     """What of ours goes into a checkpoint that somebody else asks for.
 
     Args:
-        position: Where the run goes on from it.
+        position: Where the run continues from it.
         state: The state of that place; empty if there is none.
-        behind: Callbacks, and the module, whose hook is still to be called.
-        inexact: Why the run can't go on exactly.
+        after: Callbacks, and the module, whose hook is still to be called.
+        inexact: Why the run can't continue exactly.
         instead: What replaces parts of Lightning's checkpoint on a resume.
-        before_validation: What is to be put back behind the validation run that is under way.
+        before_validation: What is to be put back after the validation run that is under way.
         is_of_one_rank: Whether the other ranks may not save now, so that their states can't be had.
     """
 
@@ -124,7 +124,7 @@ class HookSaves:
             position=position,
             state=self._run_state.state_dict(position),
             behind=tuple(behind),
-            inexact=tuple(f"{name} stood behind the hook that saved, and can't be called again" for name in lost),
+            inexact=tuple(f"{name} stood after the hook that saved, and can't be called again" for name in lost),
             before_validation=before,
         )
 
@@ -140,11 +140,11 @@ class HookSaves:
         return HookSave(position=position, state=capture.state, inexact=tuple(inexact), instead=capture.instead())
 
     def _behind(self, hook: str, saver: Callback | None) -> tuple[list[str], list[str]]:
-        """Return who is still to be called behind the saving hook, and the hooks that can't be called again."""
+        """Return who is still to be called after the saving hook, and the hooks that can't be called again."""
         module = self._trainer.lightning_module
         named = named_callbacks(compat.callbacks(self._trainer))
         order: list[tuple[str, Any]] = [*named.items(), (MODULE, module)]
-        if hook == "on_train_epoch_end":  # here Lightning calls those that watch a metric behind the module
+        if hook == "on_train_epoch_end":  # here Lightning calls those that watch a metric after the module
             order.sort(key=lambda item: _watches_metrics(item[1]))
         own = next(i for i, (_, owner) in enumerate(order) if owner is (module if saver is None else saver))
         behind, lost = [], []
@@ -201,5 +201,5 @@ def _saves_in_a_batch(trainer: Trainer) -> bool:
 
 
 def _watches_metrics(callback: Any) -> bool:
-    """Return whether Lightning calls this callback's ``on_train_epoch_end`` behind the module's."""
+    """Return whether Lightning calls this callback's ``on_train_epoch_end`` after the module's."""
     return isinstance(callback, (EarlyStopping, Checkpoint))

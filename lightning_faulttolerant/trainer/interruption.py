@@ -25,7 +25,7 @@ def end_interrupted(
     Args:
         trainer: Whose fit it is.
         boundary: Saves it; ``None`` if nothing is to be saved.
-        autosaver: May be writing behind training still.
+        autosaver: May be writing in the background still.
         exception: What ended the fit.
         resumed_from: The checkpoint that the fit started from, if any.
     """
@@ -41,7 +41,7 @@ def tell_stopped(exception: TrainingStopped, saved: Position | None, resumed_fro
     """Say where a run that was stopped will continue: at its last save, else where this start did."""
     start = "from the beginning" if resumed_from is None else f"from {resumed_from}"
     place = start if saved is None else str(saved)
-    tell(f"\n{exception.reason}. Run the same command again to go on {place}.")
+    tell(f"\n{exception.reason}. Run the same command again to continue {place}.")
 
 
 def _save(boundary: Boundary, autosaver: Autosaver, exception: BaseException) -> None:

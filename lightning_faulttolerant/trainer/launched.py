@@ -1,4 +1,4 @@
-"""Fits that Lightning runs in processes of their own, made anew for each (``ddp_spawn``, ``ddp_fork``).
+"""Fits that Lightning runs in processes of their own, made again for each (``ddp_spawn``, ``ddp_fork``).
 
 The script's process, in which the callback was made, only waits for them. It alone knows how many fits there were and
 whether the script has ended well; its children tell it in a file that only they know of.

@@ -1,4 +1,4 @@
-"""Weights as Lightning has loaded them, held against what hooks at the start of a fit do to them behind that.
+"""Weights as Lightning has loaded them, held against what hooks at the start of a fit do to them after that.
 
 ``configure_optimizers``, ``on_fit_start`` and ``on_train_start`` are called again in each process, with the weights of
 the checkpoint: one that loads pretrained weights, or passes a batch through a norm, would change what was restored.
@@ -19,7 +19,7 @@ from lightning_faulttolerant.state.tensors import buffers_of, sums_of_bits
 
 @final
 class LoadedWeights:
-    """Parameters and persistent buffers, as they were right behind the load.
+    """Parameters and persistent buffers, as they were right after the load.
 
     Args:
         module: Whose.
@@ -51,7 +51,7 @@ class LoadedWeights:
                     now[name].copy_(value)
                     continue
             reasons.append(
-                f"a hook at the start, or configure_optimizers, has changed {name} behind the load of the checkpoint,"
+                f"a hook at the start, or configure_optimizers, has changed {name} after the load of the checkpoint,"
                 " and its value is not in the file as it was loaded"
             )
         return reasons

@@ -56,7 +56,7 @@ class Outage:
             )  # fmt: skip
 
     def end(self) -> None:
-        """Note that a save has succeeded; also called by the thread that writes behind training."""
+        """Note that a save has succeeded; also called by the thread that writes in the background."""
         num_failures, self.num_failures = self.num_failures, 0
         if not num_failures:
             return

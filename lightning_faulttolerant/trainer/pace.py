@@ -36,7 +36,7 @@ class Pace:
         """Where the last save was taken, done, under way, or failed."""
         self._due_at = float("-inf")
         self.is_urgent = False
-        """Whether the next boundary must ask, for a write behind training has failed."""
+        """Whether the next boundary must ask, for a write in the background has failed."""
         self.is_ending = False
         """Whether the fit ends with the save that comes: what ends it says if that fails."""
         self.saved: Position | None = None
@@ -91,7 +91,7 @@ class Pace:
         return self.budget.spend_on_save(began)
 
     def note_written(self) -> None:
-        """Note that a save is written; also called by the thread that writes behind training."""
+        """Note that a save is written; also called by the thread that writes in the background."""
         self._outage.end()
 
     def note_failure(self, position: Position, failure: str, began: float) -> None:
@@ -105,7 +105,7 @@ class Pace:
         self.failed, self.is_urgent = (position, failure), False
         self._outage.note(failure, position, self.saved, is_last=self.is_ending)
         self.budget.spend_on_failure(began, self._outage.num_failures)
-        if position != self._last:  # of one behind training it was noted when it began
+        if position != self._last:  # of one in the background it was noted when it began
             self._set_due(position)
 
     @property

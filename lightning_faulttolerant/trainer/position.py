@@ -25,8 +25,8 @@ class Position:
     Args:
         where: ``boundary``: before batch `batch` of the epoch is fetched; ``epoch start``: in ``on_train_epoch_start``;
             ``batch end``: in ``on_train_batch_end``, batch `batch` - 1 being the one that is closed; ``validation``: at
-            the start of the validation run behind that batch; ``validation end``: in its ``on_validation_end``;
-            ``epoch end``: in ``on_train_epoch_end``; ``finished``: behind the last batch of all; else the name of a
+            the start of the validation run after that batch; ``validation end``: in its ``on_validation_end``;
+            ``epoch end``: in ``on_train_epoch_end``; ``finished``: after the last batch of all; else the name of a
             hook in which no run can be resumed.
         epoch: Counted from 0.
         batch: How many batches of the epoch are consumed.
@@ -42,7 +42,7 @@ class Position:
 
     @property
     def is_resumable(self) -> bool:
-        """Return whether a run can go on from here at all."""
+        """Return whether a run can continue from here at all."""
         return self.where in IN_EPOCH or self.where == FINISHED
 
     @property
@@ -58,11 +58,11 @@ class Position:
         places = {
             BOUNDARY: f"before batch {self.batch} of epoch {self.epoch}",
             EPOCH_START: f"at the start of epoch {self.epoch}",
-            BATCH_END: f"behind the step of batch {self.batch - 1} of epoch {self.epoch}",
-            VALIDATION: f"at the validation run behind batch {self.batch} of epoch {self.epoch}",
-            VALIDATION_END: f"at the end of the validation run behind batch {self.batch} of epoch {self.epoch}",
+            BATCH_END: f"after the step of batch {self.batch - 1} of epoch {self.epoch}",
+            VALIDATION: f"at the validation run after batch {self.batch} of epoch {self.epoch}",
+            VALIDATION_END: f"at the end of the validation run after batch {self.batch} of epoch {self.epoch}",
             EPOCH_END: f"at the end of epoch {self.epoch}",
-            FINISHED: "behind the end of the fit",
+            FINISHED: "after the end of the fit",
         }
         place = places.get(self.where, f"at batch {self.batch} of epoch {self.epoch}")
         return f"{place}, saved in {self.hook}" if self.hook else place
@@ -77,7 +77,7 @@ def position_of(trainer: Trainer, where: str, hook: str = "") -> Position:
 
 
 def progress_of(checkpoint: Mapping[str, Any], part: Mapping[str, Any] | None) -> float:
-    """Return how far a checkpoint is on: training batches begun, or infinity behind the end of the fit."""
+    """Return how far a checkpoint is on: training batches begun, or infinity after the end of the fit."""
     if part is not None and part["position"]["where"] == FINISHED:
         return float("inf")
     loops = checkpoint.get("loops", {}).get("fit_loop", {})

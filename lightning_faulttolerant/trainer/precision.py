@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def convert_module(trainer: Trainer) -> None:
-    """Make the weights double before they are loaded, where the trainer makes them so behind that.
+    """Make the weights double before they are loaded, where the trainer makes them so after that.
 
     Lightning loads a checkpoint before the strategy is set up, and converts the module when it is: with
     ``precision="64-true"`` weights of 64 bits would go through 32.

@@ -17,7 +17,7 @@ IMPORTED_AT = time.time()
 """When the callback was imported, seconds since 1970."""
 
 num_fits: dict[int, int] = {}
-"""How many fits there were, by process: one that is forked begins anew."""
+"""How many fits there were, by process: one that is forked begins again."""
 
 continued: dict[str, str] = {}
 """By the directory that a run would have, the one that it continues in."""

@@ -1,4 +1,4 @@
-"""Progress bars behind a resume: they stand where the run stands, and say that it resumed."""
+"""Progress bars after a resume: they stand where the run stands, and say that it resumed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def go_on_at(trainer: Trainer, position: Position) -> None:
 
 
 def begin_next(trainer: Trainer) -> None:
-    """Let the bar of the epoch behind the resumed one begin at 0: tqdm would show its first rate as a negative one."""
+    """Let the bar of the epoch after the resumed one begin at 0: tqdm would show its first rate as a negative one."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar):
         bar.train_progress_bar.initial = 0

@@ -86,7 +86,7 @@ class KillAt(AnyCallback):
         batch: When.
         signum: Which signal.
         to_group: Whether the whole process group gets it, as with Ctrl-C in a terminal.
-        hook: Where in the batch: ``start``, ``end`` or ``validation`` (the first validation batch behind it).
+        hook: Where in the batch: ``start``, ``end`` or ``validation`` (the first validation batch after it).
         rank: On which rank; on all by default.
     """
 

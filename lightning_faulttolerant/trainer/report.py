@@ -10,7 +10,7 @@ from typing import Any
 LIGHTNINGS_PARTS = ("weights", "optimizers", "schedulers", "loop counters", "callbacks")
 NO_PART = (
     "the checkpoint has no part of lightning_faulttolerant: order of samples, random generators, metrics and logged"
-    " values of the epoch start anew, as Lightning does"
+    " values of the epoch start again, as Lightning does"
 )
 """Said of a checkpoint that somebody else wrote."""
 ORDER, OBJECTS = "order of samples and workers", "object state"
@@ -48,10 +48,10 @@ class ResumeReport:
     Args:
         path: The checkpoint that it resumed from.
         position: Where that was taken, in words.
-        epoch: The epoch that the fit goes on in.
+        epoch: The epoch that the fit continues in.
         batch: How many batches of it had been consumed.
         global_step: Optimizer steps so far.
-        exact: What goes on exactly, each with a short description.
+        exact: What continues exactly, each with a short description.
         not_exact: What does not, each with the reason.
         objects: What of the object state does not, each with the reason.
         notes: What is worth knowing: another machine, other versions.
@@ -71,12 +71,12 @@ class ResumeReport:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether everything goes on exactly."""
+        """Return whether everything continues exactly."""
         return not self.not_exact and not self.objects
 
     @property
     def all_not_exact(self) -> tuple[str, ...]:
-        """What does not go on exactly, with what of the object state does not."""
+        """What does not continue exactly, with what of the object state does not."""
         return (*self.not_exact, *(f"without {line}" for line in self.objects))
 
     @classmethod

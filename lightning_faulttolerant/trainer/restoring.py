@@ -1,4 +1,4 @@
-"""Where Lightning restores a checkpoint: what the fit goes on from is put there, and a resume begins."""
+"""Where Lightning restores a checkpoint: what the fit continues from is put there, and a resume begins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Method = Callable[..., Any]
 
 
 class Restoring:
-    """Gives Lightning the checkpoint that the fit goes on from.
+    """Gives Lightning the checkpoint that the fit continues from.
 
     Args:
         trainer: Whose fit it is.
@@ -62,7 +62,7 @@ class Restoring:
         self._choice: Choice | None = None
         self._has_started = False
         self.resume: Resume | None = None
-        """The resume, if the fit goes on from a checkpoint."""
+        """The resume, if the fit continues from a checkpoint."""
         self._param_groups: ParamGroups | None = None
         self._replaced: Replaced | None = None
         self._grown: GrownBuffers | None = None

@@ -165,7 +165,7 @@ class Resume:
                 f"{self._path} can't be carried over to another number of ranks ({resized.ranks}) exactly:\n"
                 + "\n".join(f"  - {line}" for line in lost)
                 + "\nThe run would not be the uninterrupted one. Start with as many ranks as before, or pass"
-                " FaultTolerance(elastic=True) to go on without."
+                " FaultTolerance(elastic=True) to continue without."
             )
         self._not_exact += lost
         told, resized.told = resized.told, []
@@ -185,7 +185,7 @@ class Resume:
         return self._resized.as_due(self.position.where)
 
     def prepare(self, checkpoint: dict[str, Any]) -> None:
-        """Put what Lightning restores from to the place where the run goes on."""
+        """Put what Lightning restores from to the place where the run continues."""
         if self.position is None or self._part is None:
             return
         if "instead" in self._part:
@@ -237,7 +237,7 @@ class Resume:
             self._own_masks.apply()
 
     def begin(self) -> None:
-        """Compare what is known when the fit begins, and let its loaders go on; what a finder did before is over.
+        """Compare what is known when the fit begins, and let its loaders continue; what a finder did before is over.
 
         Raises:
             FingerprintMismatchError: If `strict`, and this is another run than the one that saved.
@@ -260,7 +260,7 @@ class Resume:
         if self.is_in_epoch:
             self._loaders.holds_back = True
         elif "trainer" in self._state:
-            # An EarlyStopping that had ended the fit must not let it go on.
+            # An EarlyStopping that had ended the fit must not let it continue.
             self._trainer.should_stop = self._state["trainer"]["should_stop"]
 
     def _compare_loader(self, place: str, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Resume:
         return self._state.get(name) or {}
 
     def owed(self, name: str) -> Any:
-        """Return what the checkpoint says of a hook that was under way: ``behind``, ``before_validation``."""
+        """Return what the checkpoint says of a hook that was under way: ``after``, ``before_validation``."""
         return (self._part or {}).get(name)
 
     @property
@@ -341,12 +341,12 @@ class Resume:
         is_inside = position is not None and 0 < position.batch < num_batches
         if position is not None and (is_inside if self._resized is None else self._resized.was_inside_an_epoch):
             self._fails(
-                f"{self._path} is of a fit that ended in the middle of an epoch, behind its batch {position.batch}."
+                f"{self._path} is of a fit that ended in the middle of an epoch, after its batch {position.batch}."
                 " Its epoch was closed there, so the rest of it can't be trained any more"
             )
 
     def restore(self, run_state: RunState) -> None:
-        """Put the state back; to be called when nothing but the next fetch, or what is still owed, comes behind it.
+        """Put the state back; to be called when nothing but the next fetch, or what is still owed, comes after it.
 
         Raises:
             NotExactError: If `strict`, and a part of the state has nothing to go to.

@@ -1,4 +1,4 @@
-"""The epoch that a resumed run goes on in: the state is put back, then Lightning's loops do what its place still owed.
+"""The epoch that a resumed run resumes in: the state is put back, then Lightning's loops do what its place still owed.
 
 Nothing of the loops is done here by other means: a batch is closed, a validation run finished and an epoch ended by the
 code that would have done it.

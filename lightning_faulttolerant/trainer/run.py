@@ -151,7 +151,7 @@ class Run:
         return AutosaveSeries(self._store.path(f"fit-{self.fit}"), keep_last=keep_last, check=self._check)
 
     def later_autosaves(self) -> list[str]:
-        """Return the newest autosave of each fit behind the one that was begun last; they need not verify."""
+        """Return the newest autosave of each fit after the one that was begun last; they need not verify."""
         later = [name for name in self._fits() if fit_number(name) > self.fit]
         return [path for name in later for path in AutosaveSeries(self._store.path(name)).paths()[-1:]]
 

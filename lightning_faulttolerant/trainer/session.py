@@ -83,7 +83,7 @@ class Session:
         return self._resume.report if self._resume is not None else None
 
     def begin(self) -> None:
-        """Choose what the fit goes on from; to be called before loggers begin their files and callbacks are set up."""
+        """Choose what the fit resumes from; to be called before loggers begin their files and callbacks are set up."""
         self._beginning.begin()
         if not self._beginning.is_connected:
             self._patches.wrap(self._trainer.strategy, "setup_environment", then(self._connect))
@@ -265,7 +265,7 @@ class Session:
         self._beginning.history.start(self._beginning.choice, self.report)
         if not is_pending:
             autosaver.save(position_of(self._trainer, FINISHED))
-        self._stopping.stop_if_wanted("behind the end of the fit", autosaver.pace.unsaved)
+        self._stopping.stop_if_wanted("after the end of the fit", autosaver.pace.unsaved)
 
     def _wrap_fit_start(self, original: Method) -> Method:
         def on_run_start() -> None:

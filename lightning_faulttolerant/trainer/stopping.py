@@ -247,7 +247,7 @@ class Stopping:
         self._watch.fail(exception)
 
     def requeue(self, exception: BaseException) -> None:
-        """Queue the SLURM job again behind a stop, if it is to be; a collective if the ranks end together."""
+        """Queue the SLURM job again after a stop, if it is to be; a collective if the ranks end together."""
         if not isinstance(exception, TrainingStopped):
             return
         if self.signals.requested is None or not self.reason.requeues:

@@ -85,7 +85,7 @@ class Loaders:
         self.untracked: dict[str, Any] = {}
         """Loaders that run as they are; what their objects hold is part of the state all the same."""
         self.goes_on = False
-        """Whether this fit goes on from a checkpoint with the loaders' places."""
+        """Whether this fit continues from a checkpoint with the loaders' places."""
         self.lightning_restores = False
         """Whether Lightning gives the loaders states of their own, from a checkpoint that is not of ours."""
         self._left: list[str] = []
@@ -114,11 +114,11 @@ class Loaders:
         self.is_trainers = self._is_marked = False
 
     def begin(self, stage: str) -> None:
-        """Get ready for the loaders of a stage to be processed anew."""
+        """Get ready for the loaders of a stage to be processed again."""
         self._stage, self._next_index = stage, 0
 
     def resume_from(self, states: Mapping[str, Any]) -> None:
-        """Let every loader that is processed from now on go on from its place in `states`, a `state_dict`."""
+        """Let every loader that is processed from now on continue from its place in `states`, a `state_dict`."""
         self._left = list(states.get("left", ()))
         self._states = states.get("places", {})
         self._states_of_own = states.get("own", {})
@@ -259,7 +259,7 @@ class Loaders:
         refuse(f"{message} {remedy}" if self.strict else message, strict=self.strict, not_exact=self.not_exact)
 
     def renew(self, state: Mapping[str, Any]) -> None:
-        """Begin the trainer's iteration over the training loaders anew, at the place of `state`.
+        """Begin the trainer's iteration over the training loaders again, at the place of `state`.
 
         Where batches are fetched ahead, the next one is fetched here, under the random states under which it was
         fetched before; who calls this puts those of the boundary back.
@@ -306,7 +306,7 @@ class Loaders:
         """Return the position of each loader.
 
         Args:
-            in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin anew.
+            in_epoch: Whether a training epoch is under way, rather than that its loaders are to begin again.
         """
         mark = self.last_mark if in_epoch and compat.fetches_ahead(self._trainer) else None
         places: dict[str, Any] = {

@@ -124,7 +124,7 @@ def test_open_file_gets_checksums_where_they_are_switched_off(tmp_path):
 
 
 def test_pipe_is_written_though_it_cannot_be_synced():
-    """A file object without a disk behind it must be written, as torch.save does."""
+    """A file object without a disk after it must be written, as torch.save does."""
     reader, writer = os.pipe()
     with open(reader, "rb") as source, open(writer, "wb") as file:
         atomic_torch_save({"step": 3}, file)
@@ -191,7 +191,7 @@ def test_the_old_file_format_is_refused(tmp_path):
 
 
 def test_bytes_are_on_the_disk_before_the_name(tmp_path):
-    """The original had no fsync: a power loss behind the save must leave the new content, not an empty file."""
+    """The original had no fsync: a power loss after the save must leave the new content, not an empty file."""
     atomic_torch_save({"step": 1, "weights": torch.zeros(1)}, tmp_path / "a.ckpt")
     for keeps in ("synced", "names", "removals"):
         with PowerLoss(tmp_path, keeps=keeps):

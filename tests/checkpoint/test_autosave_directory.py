@@ -51,7 +51,7 @@ def test_newest_is_loaded_and_older_ones_go(autosaves):
 
 
 def test_files_and_directories_are_one_series(autosaves):
-    """A run that has saved files and now saves directories, or the reverse, must go on from the newest of all."""
+    """A run that has saved files and now saves directories, or the reverse, must continue from the newest of all."""
     autosaves.save({"number": 1}, epoch=0, batch=1, global_step=1)
     _save(autosaves, 2)
     assert _newest(autosaves) == 2
@@ -91,7 +91,7 @@ def test_keep_last_counts_directories_that_verify(autosaves):
 
 
 def test_directory_that_was_never_committed_is_removed_by_the_next_process(autosaves):
-    """What a killed writer has left must not be found, and be gone behind the next save."""
+    """What a killed writer has left must not be found, and be gone after the next save."""
     _save(autosaves, 0)
     begun = _begin(autosaves, 1)
     dead = begun.replace(f"-{os.getpid()}-", f"-{_dead_process_id()}-")

@@ -1,4 +1,4 @@
-"""Jobs behind the work: one at a time, errors kept as they were, and none in a process that is forked meanwhile."""
+"""Jobs after the work: one at a time, errors kept as they were, and none in a process that is forked meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_job_runs_behind_the_work(gate: threading.Event) -> None:
-    """`start` returns before the job is done, and `wait` behind it; the thread is gone then."""
+    """`start` returns before the job is done, and `wait` after it; the thread is gone then."""
     writer = BackgroundWriter("writer of the test")
     done = []
     writer.start(lambda: (gate.wait(), done.append(threading.current_thread())))
@@ -40,7 +40,7 @@ def test_job_runs_behind_the_work(gate: threading.Event) -> None:
 
 
 def test_one_job_at_a_time(gate: threading.Event) -> None:
-    """A second job is refused while the first is under way, and begins behind it."""
+    """A second job is refused while the first is under way, and begins after it."""
     writer = BackgroundWriter("autosave")
     writer.start(gate.wait)
     with pytest.raises(RuntimeError, match="has a job already"):

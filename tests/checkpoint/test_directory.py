@@ -337,7 +337,7 @@ def test_directory_that_was_never_ended_is_replaced(tmp_path):
 
 
 def test_user_who_empties_the_directory_can_still_commit(tmp_path):
-    """Libraries that make the directory of their checkpoint anew must not lose the checkpoint."""
+    """Libraries that make the directory of their checkpoint again must not lose the checkpoint."""
     saver = AtomicDirectory(tmp_path)
     directory = saver.prepare_checkpoint_directory()
     shutil.rmtree(directory)
@@ -531,7 +531,7 @@ def test_output_directory_is_made_with_the_saver(tmp_path):
 
 
 def test_saving_draws_no_random_number(tmp_path):
-    """A training that saves must go on as if it had not."""
+    """A training that saves must continue as if it had not."""
     random.seed(1), torch.manual_seed(1)
     before = random.getstate(), torch.get_rng_state()
     save(AtomicDirectory(tmp_path), 0)

@@ -57,7 +57,7 @@ def _check_recovery(output: Path, possible: tuple[int | None, ...], *, at: int) 
 
 @pytest.mark.parametrize("num_before", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_each_step_the_last_checkpoint_stays(tmp_path, num_before):
-    """After SIGKILL behind any step, the checkpoint before or the new one must be the latest, whole and linked."""
+    """After SIGKILL after any step, the checkpoint before or the new one must be the latest, whole and linked."""
     found, at, exit_code = [], 0, -signal.SIGKILL
     while exit_code == -signal.SIGKILL:
         at += 1

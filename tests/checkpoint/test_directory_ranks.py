@@ -186,7 +186,7 @@ def test_silent_rank_is_an_error_within_the_timeout(tmp_path):
 
 
 def test_ranks_that_lose_each_other_are_told(tmp_path):
-    """A rank that goes on to the next checkpoint while the other completes this one must be an error on both."""
+    """A rank that continues to the next checkpoint while the other completes this one must be an error on both."""
 
     def main(rank):
         saver = AtomicDirectory(tmp_path / "out", timeout=TIMEOUT)

@@ -175,7 +175,7 @@ def test_holder_without_a_readable_name_is_still_respected(tmp_path, content):
 
 
 def test_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
-    """Where the system can't lock, the run must go on, with a warning that names the directory."""
+    """Where the system can't lock, the run must continue, with a warning that names the directory."""
 
     def refuse(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -194,7 +194,7 @@ def test_newest_sets_a_damaged_file_aside_and_takes_the_one_before(autosaves, ca
 
 
 def test_number_of_a_damaged_file_is_not_given_again(autosaves):
-    """A save after a damaged file must sort behind it, and pruning must leave the damaged one alone."""
+    """A save after a damaged file must sort after it, and pruning must leave the damaged one alone."""
     _save(autosaves, 0)
     _damage(_save(autosaves, 1))
     _newest(autosaves)

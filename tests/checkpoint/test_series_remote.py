@@ -157,7 +157,7 @@ def test_nothing_is_published_or_deleted_for_who_has_lost_the_run(any_url: str, 
 
 
 def test_resume_reads_its_autosave_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is transferred once to be verified and loaded, and the ones behind it not at all."""
+    """The file is transferred once to be verified and loaded, and the ones after it not at all."""
     autosaves = AutosaveSeries(f"{s3}/run", keep_last=3)
     saved = [save(autosaves, number) for number in range(3)]
     with calls_of_s3(monkeypatch) as calls:

@@ -72,7 +72,7 @@ def test_layouts_that_deepcopy_does_not_know_are_copied() -> None:
 
 
 def test_nothing_that_training_changes_reaches_the_copy(tmp_path: Path) -> None:
-    """Tensors, buffers, lists and dicts go on changing; the copy stays as it was."""
+    """Tensors, buffers, lists and dicts continue changing; the copy stays as it was."""
     module, checkpoint = trained()
     before = saved(checkpoint, tmp_path / "before")
     copy = Staging().copy(checkpoint)

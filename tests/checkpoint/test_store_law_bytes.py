@@ -63,14 +63,14 @@ def test_each_single_bit(sound):
 
 
 def test_each_byte_lost_or_doubled(sound):
-    """A byte that is dropped, or is there twice, each in turn, must be detected: all behind it is moved."""
+    """A byte that is dropped, or is there twice, each in turn, must be detected: all after it is moved."""
     for position in range(len(sound)):
         assert find_damage(io.BytesIO(sound[:position] + sound[position + 1 :])) is not None
         assert find_damage(io.BytesIO(sound[:position] + sound[position : position + 1] + sound[position:])) is not None
 
 
 def test_each_truncation_however_it_is_filled_up(sound):
-    """A file cut anywhere must be detected, also where the disk gave it its length back with zeros or ones behind."""
+    """A file cut anywhere must be detected, also where the disk gave it its length back with zeros or ones after."""
     num_bytes = len(sound)
     for size in range(num_bytes):
         assert find_damage(io.BytesIO(sound[:size])) is not None
@@ -101,7 +101,7 @@ def test_blocks_that_changed_places(sound):
 
 @pytest.mark.parametrize("tail", [b"\0", b"x" * 22, bytes(4096), b"PK\x05\x06" + bytes(18), b"itself"])
 def test_appended_and_prepended_bytes(sound, tail):
-    """What stands behind the file or before it, the file once more included, must be detected."""
+    """What stands after the file or before it, the file once more included, must be detected."""
     tail = sound if tail == b"itself" else tail
     assert find_damage(io.BytesIO(sound + tail)) is not None
     assert find_damage(io.BytesIO(tail + sound)) is not None

@@ -102,7 +102,7 @@ def _in_a_full_tmpfs(directory: Path, main: Callable[[], None]) -> int:
 
 @EACH_WRITER
 def test_a_small_file_system_runs_full(writer, tmp_path):
-    """On a disk that is really full the save must raise ENOSPC and keep what is there; room made, it must go on."""
+    """On a disk that is really full the save must raise ENOSPC and keep what is there; room made, it must continue."""
     directory = tmp_path / "mounted"
     directory.mkdir()
 

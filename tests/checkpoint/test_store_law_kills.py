@@ -71,7 +71,7 @@ def _kill_at_each_step(writer: Writer, directory: Path, fault, *, num_before: in
             return at - 1
         assert code == -signal.SIGKILL
         assert found in (num_before, num_before + 1)
-        # Who comes next goes on without an error, and cleans up.
+        # Who comes next continues without an error, and cleans up.
         assert exit_code(lambda here=here: writer.save(here, num_before + 2)) == 0
         assert writer.number(here) == num_before + 2
         assert not writer.removes_leftovers or leftovers(here) == []

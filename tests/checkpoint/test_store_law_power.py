@@ -18,7 +18,7 @@ KEEPS = ["synced", "names", "removals"]
 
 
 def _at_each_step(directory: Path, keeps: str, action: Callable[[], Any]) -> Iterator[bool]:
-    """Lose the power at step 1, 2, ... of an action, then behind it; yield each time whether the action was done."""
+    """Lose the power at step 1, 2, ... of an action, then after it; yield each time whether the action was done."""
     original = directory.with_name("original")
     shutil.copytree(directory, original, symlinks=True)
     for at in range(1, 200):
@@ -63,7 +63,7 @@ def test_power_lost_at_each_step_of_a_save(writer: Writer, num_before, keeps, tm
 
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_save_after_save_survives_power_losses(keeps, tmp_path):
-    """A run that goes on after each power loss, from what it finds, must never fall behind what it was told."""
+    """A run that continues after each power loss, from what it finds, must never fall behind what it was told."""
     root = tmp_path / "root"
     root.mkdir()
     number = 0
@@ -87,7 +87,7 @@ def _is_sound(path: Path) -> bool:
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> tuple[AutosaveSeries, Path]:
-    """A series of three sound autosaves and two damaged ones behind them, one of which was set aside before."""
+    """A series of three sound autosaves and two damaged ones after them, one of which was set aside before."""
     directory = tmp_path / "root" / "run"
     series = AutosaveSeries(directory, keep_last=9)
     for number in range(1, 6):

@@ -70,7 +70,7 @@ def test_the_leftover_of_a_process_goes_once_it_is_dead(tmp_path):
 
 
 def test_a_stopped_process_is_alive(tmp_path):
-    """A process that was suspended, as by a debugger or a scheduler, must find its temporary file when it goes on."""
+    """A process that was suspended, as by a debugger or a scheduler, must find its temporary file when it continues."""
     with _held_at(tmp_path, "rename", lambda: SERIES.save(tmp_path, 2)) as process:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
@@ -81,7 +81,7 @@ def test_a_stopped_process_is_alive(tmp_path):
 
 
 def test_a_reader_meets_no_half_file_while_another_process_saves(tmp_path):
-    """Whoever looks while saves go on must find a whole autosave each time, never an error."""
+    """Whoever looks while saves continue must find a whole autosave each time, never an error."""
     SERIES.save(tmp_path, 1)
 
     def save_many() -> None:

@@ -116,7 +116,7 @@ def test_only_bytes_without_meaning_may_change_undetected():
 
 
 def test_each_truncation_and_extension_is_detected():
-    """A file that ends anywhere before its end, or behind it, must be refused."""
+    """A file that ends anywhere before its end, or after it, must be refused."""
     assert find_damage(io.BytesIO(SOUND)) is None
     assert [size for size in range(len(SOUND)) if find_damage(io.BytesIO(SOUND[:size])) is None] == []
     assert find_damage(io.BytesIO(SOUND + b"\0")) is not None

@@ -82,7 +82,7 @@ def test_wrong_usage_gives_status_2(capsys: Capture, arguments: list[str]) -> No
 
 @pytest.mark.parametrize("num_files", [1, 300], ids=["before anything is written", "in the middle"])
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, num_files: int) -> None:
-    """Where nobody reads the output any more, as behind ``| head``, there is no traceback."""
+    """Where nobody reads the output any more, as after ``| head``, there is no traceback."""
     for number in range(num_files):
         save(tmp_path / f"{number:03d}-{'x' * 200}.ckpt")
     with subprocess.Popen(

@@ -69,7 +69,7 @@ def fault_of(block: Block) -> str:
 
 
 def session_input(code: str) -> str:
-    """Return what is typed in a session: the lines behind ``$``."""
+    """Return what is typed in a session: the lines after ``$``."""
     return "\n".join(line.removeprefix("$ ") for line in code.splitlines() if line.startswith("$ "))
 
 
@@ -155,7 +155,7 @@ def _torchrun(arguments: list[str]) -> str:
 
 
 def _srun(arguments: list[str]) -> str:
-    """Check what is run behind the options of `srun`."""
+    """Check what is run after the options of `srun`."""
     return _fault_of_line(arguments[next((n for n, word in enumerate(arguments) if not word.startswith("-")), 0) :])
 
 

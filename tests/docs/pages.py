@@ -23,8 +23,8 @@ class Block:
     """A block of code.
 
     Attributes:
-        language: The first word behind the opening fence.
-        why_not_run: What the block's title says behind ``not run:``, if it says that.
+        language: The first word after the opening fence.
+        why_not_run: What the block's title says after ``not run:``, if it says that.
         code: The lines between the fences.
         line: The number of lines of the page above the code.
     """

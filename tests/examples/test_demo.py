@@ -39,7 +39,7 @@ def reference(demo: ModuleType) -> Any:
 
 @pytest.fixture
 def processes(reference: Any) -> list[Any]:
-    """Give the same as two processes: one killed in batch 16 of epoch 1, one that went on before batch 10 of it."""
+    """Give the same as two processes: one killed in batch 16 of epoch 1, one that continued before batch 10 of it."""
     at = [(event.get("event"), event.get("epoch"), event.get("batch")) for event in reference.events]
     killed = reference.events[: at.index(("batch", 1, 16)) + 1]
     resumed = reference.events[at.index(("batch", 1, 10)) :]

@@ -1,4 +1,4 @@
-"""The elastic example does what its first lines say: killed with two ranks, it goes on with one, and with two again."""
+"""The elastic example does what its first lines say: killed with two ranks, it resumes with one, and with two again."""
 
 from __future__ import annotations
 

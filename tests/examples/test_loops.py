@@ -55,7 +55,7 @@ def kill_behind_a_save(script: Script, directory: Path, *, num_saves: int) -> En
 
 @pytest.mark.parametrize("name", ["plain_loop", pytest.param("fabric", marks=pytest.mark.slow)])
 def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_path: Path) -> None:
-    """Killed, gone on, killed and gone on again, the last line with the weights' sum is the uninterrupted run's."""
+    """Killed, continued, killed and continued again, the last line with the weights' sum is the uninterrupted run's."""
     (tmp_path / "whole").mkdir()
     whole = Script(example(name, tmp_path / "whole")).wait()
     assert whole.exit_code == 0, whole.output
@@ -64,7 +64,7 @@ def test_an_example_that_is_killed_twice_ends_with_the_same_line(name: str, tmp_
         killed = kill_behind_a_save(Script(example(name, tmp_path / "cut")), tmp_path / "cut", num_saves=num_saves)
         assert killed.exit_code == -signal.SIGKILL, killed.output
     last = Script(example(name, tmp_path / "cut"), seed=9).wait()
-    assert "Resumed behind step" in last.output
+    assert "Resumed after step" in last.output
     assert last.output.splitlines()[-1] == whole.output.splitlines()[-1]
     assert "done: " in last.output.splitlines()[-1]
 
@@ -78,7 +78,7 @@ def die_behind_a_save(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_with_fabric_on_two_ranks(tmp_path: Path) -> None:
-    """Both ranks are killed behind a save and go on, each from its own state."""
+    """Both ranks are killed after a save and continue, each from its own state."""
 
     def run(directory: Path, *, dies: bool) -> str:
         def main(rank: int) -> None:

@@ -79,7 +79,7 @@ def test_the_job_script_queues_itself_again_where_the_signal_came_too_early(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The `srun` command is available:UserWarning")
 def test_a_job_that_is_queued_again_ends_with_the_same_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the notice it saves and is queued again; its next start ends with the same weights."""
+    """After the notice it saves and is queued again; its next start ends with the same weights."""
     install(tmp_path / "bin", "scontrol")
     for name, value in {**JOB, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)

@@ -48,7 +48,7 @@ def weights(output: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_is_killed_and_all_go_on(tmp_path: Path) -> None:
-    """Torchrun starts all again, they go on from one autosave, and the trained weights are the uninterrupted run's."""
+    """Torchrun starts all again, they resume from one autosave, and the trained weights are the uninterrupted run's."""
     expected = weights(run(tmp_path / "whole"))
     output = run(tmp_path / "killed", "--kill-rank", "0")
     assert output.count("Resumed exactly before batch 2 of epoch 2") == 1

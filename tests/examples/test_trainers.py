@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["minimal.py", "iterable/train.py"])
 def test_an_example_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    """Killed, gone on, interrupted as by Ctrl-C and gone on again, the weights are the uninterrupted run's."""
+    """Killed, continued, interrupted as by Ctrl-C and continued again, the weights are the uninterrupted run's."""
     assert_ends_the_same(lambda directory: example(name, directory), tmp_path, line="digest ", signum=signal.SIGINT)
 
 
@@ -40,7 +40,7 @@ def test_lightning_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 def test_streaming_from_s3(s3: str, tmp_path: Path) -> None:
-    """The example that streams from a bucket writes it once, and goes on in the middle of an epoch."""
+    """The example that streams from a bucket writes it once, and continues in the middle of an epoch."""
     assert_ends_the_same(
         lambda directory: example("streaming/train.py", directory, f"{s3}/{directory.name}", num_epochs=3),
         tmp_path,

@@ -38,7 +38,7 @@ _IMPORTED = (
     "lightning_faulttolerant.samplers",
     "lightning_faulttolerant.streaming",
     "lightning_faulttolerant.testing.exactness",
-    # What Lightning and torch import only when a run asks for it, and each run would import anew.
+    # What Lightning and torch import only when a run asks for it, and each run would import again.
     "multiprocessing.popen_fork",
     "multiprocessing.queues",
     "multiprocessing.synchronize",

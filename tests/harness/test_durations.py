@@ -69,7 +69,7 @@ def test_long_files_come_first(recorded: Path) -> None:
 
 
 def test_record_keeps_what_did_not_run_and_drops_what_is_gone(recorded: Path) -> None:
-    """What ran is written anew, the rest stays, and files that are no more leave."""
+    """What ran is written again, the rest stays, and files that are no more leave."""
     record({"tests/test_short.py": Report(seconds=3.21, shortest="tests/test_short.py::test_it")}, "fast")
     assert json.loads(recorded.read_text()) == {
         "tests/test_long.py": {"fast": 20.0, "slow": 1.0},

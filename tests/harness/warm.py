@@ -1,4 +1,4 @@
-"""Gets a process ready for the runs that fork from it: what each of them would make anew is made here, once.
+"""Gets a process ready for the runs that fork from it: what each of them would make again is made here, once.
 
 Nothing of it changes what a run does: modules that are imported late, caches, and how the kernel keeps the memory.
 """
@@ -30,7 +30,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def warm_up() -> None:
-    """Do once what each run would do anew: call it before the first fork, and not where CUDA is.
+    """Do once what each run would do again: call it before the first fork, and not where CUDA is.
 
     A process that has computed gradients beside CUDA has threads, and autograd refuses to work in its forks.
     """

@@ -1,4 +1,4 @@
-"""Runs on so many ranks, killed in the middle and gone on with by others, and a ledger of the samples they consumed."""
+"""Runs on so many ranks, killed in the middle and resumed with by others, and a ledger of the samples they consumed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Net(LightningModule):
 class Leg:
     """One run of the command: on how many ranks, with what, and where it is killed.
 
-    ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those behind whose step they save a
+    ``kill`` is the epoch and the batch in whose step all ranks die, ``save`` those after whose step they save a
     checkpoint of their own, from which the next leg starts, and die; ``"start"``, ``"validation"`` and ``"end"`` in the
     place of the batch: at the epoch's start, in its last validation run, and at its end.
     """

@@ -180,7 +180,7 @@ class SignalIn(Callback):
     ],
 )
 def test_fit_that_a_signal_stopped_goes_on(hook: str, batch: int, interval: float) -> None:
-    """Also behind the end of the epoch; the batch in hand is finished, and none is done twice."""
+    """Also after the end of the epoch; the batch in hand is finished, and none is done twice."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train, validation = DataLoader(NoisyDataset(8), batch_size=2), DataLoader(NoisyDataset(8), batch_size=2)
@@ -269,7 +269,7 @@ def test_stateful_sampler_and_data_set_go_on(num_workers: int) -> None:
 
 
 def test_manual_mode_goes_on_with_two_loaders() -> None:
-    """Each is where its sampler and data set say; the failure comes behind the first of two validation runs."""
+    """Each is where its sampler and data set say; the failure comes after the first of two validation runs."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         if any(isinstance(callback, FaultTolerance) for callback in callbacks):

@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 @each_cut
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_iterable(kind: str, cut: Cut) -> None:
-    """It goes on where it was, with what it draws, in training and in validation."""
+    """It continues where it was, with what it draws, in training and in validation."""
     validation = Batches if "workers" in kind else KINDS[kind]
     assert_goes_on(cut, train=KINDS[kind], validation=validation, max_epochs=3)
 
@@ -170,7 +170,7 @@ def test_any_iterable(kind: str, cut: Cut) -> None:
 @pytest.mark.parametrize("kill", [1, 6, 7, 8, 9, 15, 16, 17, 23])
 @pytest.mark.parametrize("kind", ["class", "unsized", "slice of a stream", "its own iterator"])
 def test_every_place(kind: str, kill: int) -> None:
-    """Cut behind the first batch, at the last one, and where an epoch has just begun."""
+    """Cut after the first batch, at the last one, and where an epoch has just begun."""
     train = KINDS[kind]
     assert_goes_on(Cut(kill=kill, every=1, goes_on_at=divmod(kill, 8)), train=train, validation=train, max_epochs=3)
 
@@ -251,7 +251,7 @@ def test_beside_another_loader(mode: Any, cut: Cut) -> None:
 @pytest.mark.filterwarnings("ignore:.*dataloader_iter")
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 def test_steps_that_fetch(kind: str, cut: Cut) -> None:
-    """A step that takes the iterator goes on with the batch that it would have fetched."""
+    """A step that takes the iterator continues with the batch that it would have fetched."""
     assert_goes_on(cut, train=KINDS[kind], module=Fetches)
 
 
@@ -283,7 +283,7 @@ def test_batches_that_training_changes_in_place(cut: Cut) -> None:
 
 
 def test_one_loader_in_two_places() -> None:
-    """An object that is trained on and validated on goes on in both places."""
+    """An object that is trained on and validated on continues in both places."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = Batches()
@@ -296,7 +296,7 @@ def test_one_loader_in_two_places() -> None:
 @pytest.mark.parametrize("kind", ["class", "slice of a stream"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_end_in_validation(kind: str, signum: int) -> None:
-    """A stop, or a kill, inside a validation run: the loaders of both go on."""
+    """A stop, or a kill, inside a validation run: the loaders of both continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         validation = KINDS[kind]()

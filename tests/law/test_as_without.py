@@ -105,7 +105,7 @@ class NeverSaves(Net):
 
 
 def test_hook_that_is_wrong_is_raised_at_the_second_boundary(tmp_path: Path) -> None:
-    """A fit of which nothing can be saved does not go on for long."""
+    """A fit of which nothing can be saved does not continue for long."""
     with pytest.raises(KeyError, match="wrong"):
         fit_net([FaultTolerance()], tmp_path, module=(net := NeverSaves()))
     assert net.global_step == 1

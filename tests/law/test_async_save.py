@@ -1,4 +1,4 @@
-"""Autosaves behind training: the law holds whatever ends the run while one is being written."""
+"""Autosaves in the background: the law holds whatever ends the run while one is being written."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _fsync = os.fsync
 
 
 def is_behind() -> bool:
-    """Return whether this is the thread that writes behind training."""
+    """Return whether this is the thread that writes in the background."""
     return threading.current_thread().name == "autosave"
 
 
 class Disk(Callback):
-    """A disk that is slow, or worse, for what is written behind training: `at` counts the calls of ``fsync`` there."""
+    """A disk that is slow, or worse, for writes in the background: `at` counts the calls of ``fsync`` there."""
 
     def __init__(self, seconds: float = 0.0, *, at: int | None = None) -> None:
         self.seconds = seconds
@@ -61,7 +61,7 @@ class Disk(Callback):
 
 
 class Held(Disk):
-    """A disk on which nothing is written behind training before so many more batches have begun, of eight."""
+    """A disk on which nothing is written in the background before so many more batches have begun, of eight."""
 
     def __init__(self, num_batches: int) -> None:
         super().__init__()
@@ -79,14 +79,14 @@ class Held(Disk):
 
 
 class KillInWrite(Disk):
-    """Kills the process while the file behind training is written and not yet at its place."""
+    """Kills the process while the file in the background is written and not yet at its place."""
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class KillWhenWritten(Disk):
-    """Kills the process at the start of batch `batch` of this process, once a file was written behind training."""
+    """Kills the process at the start of batch `batch` of this process, once a file was written in the background."""
 
     def __init__(self, batch: int) -> None:
         super().__init__(0.01)
@@ -102,7 +102,7 @@ class KillWhenWritten(Disk):
 
 
 class StopInWrite(Disk):
-    """Sends a signal to the process while it writes behind training."""
+    """Sends a signal to the process while it writes in the background."""
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -110,7 +110,7 @@ class StopInWrite(Disk):
 
 
 class FullDisk(Disk):
-    """Has no space left, from then on, for what is written behind training."""
+    """Has no space left, from then on, for what is written in the background."""
 
     def strike(self) -> None:
         self.at = self.num_calls + 1
@@ -172,7 +172,7 @@ def test_stopped_in_the_middle_of_a_write() -> None:
 
 
 def test_exception_in_the_middle_of_a_write() -> None:
-    """The write is waited for, and the captured boundary saved behind it: only the failed batch is trained again."""
+    """The write is waited for, and the captured boundary saved after it: only the failed batch is trained again."""
     faults = [[RaiseInWrite(3)], [RaiseInWrite(6)]]
     [first, second] = assert_resumes_exactly(fit_eight, faults, options={**ALWAYS, "overhead_budget": 1.0})
     assert (first.exit_code, second.exit_code) == (1, 1)
@@ -209,7 +209,7 @@ def test_error_of_a_write_that_is_not_the_disks_is_raised_at_the_next_boundary(t
 
 
 def test_full_disk_is_named_at_the_next_boundary(tmp_path: Path) -> None:
-    """However long it is until the next save, the boundary behind the failure says so; training continues."""
+    """However long it is until the next save, the boundary after the failure says so; training continues."""
     options = {"every_n_train_steps": 3}
     ended = run(lambda: fit_eight([protected(**BEHIND, **options), FullDisk(at=1)], tmp_path))
     assert ended.exit_code == 0, ended.output
@@ -230,8 +230,8 @@ def test_stop_makes_up_for_a_write_that_failed(tmp_path: Path) -> None:
     callback = protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0)
     ended = run(lambda: fit_eight([callback, Stop(at=3)], tmp_path, max_epochs=10_000))
     assert ended.exit_code == 143, ended.output
-    assert "could not be written behind training" in ended.output
-    # The stop may have come anywhere, in validation too: until the first write is done, training goes on.
+    assert "could not be written in the background" in ended.output
+    # The stop may have come anywhere, in validation too: until the first write is done, training continues.
     ended = run(lambda: fit_eight([protected(async_save=True), KillAt(0)], tmp_path, max_epochs=10_000), seed=99)
     assert ended.exit_code == -signal.SIGKILL, ended.output
     resumed = re.search(r"Resumed exactly .*, global step (\d+)", ended.output)
@@ -263,7 +263,7 @@ def test_each_save_that_was_asked_for_is_written(tmp_path: Path) -> None:
 
 
 def test_save_is_skipped_while_one_is_in_flight(tmp_path: Path) -> None:
-    """Where the budget says when, training goes on while a slow disk writes."""
+    """Where the budget says when, training continues while a slow disk writes."""
     callbacks = [protected(async_save=True, every_n_train_steps=None, overhead_budget=1.0), Times(tmp_path), Held(8)]
     ended = run(lambda: fit_eight(callbacks, tmp_path, max_epochs=1))
     assert ended.exit_code == 0, ended.output
@@ -344,7 +344,7 @@ class HoldsUncopied(Net):
 
 
 def test_what_cannot_be_copied_is_written_at_once() -> None:
-    """Where a copy fails the save is waited for: the run goes on, and is exact."""
+    """Where a copy fails the save is waited for: the run continues, and is exact."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         with torch.serialization.safe_globals([Uncopied]):

@@ -70,7 +70,7 @@ class Scaled(DataLoader[Tensor]):
 
 
 class Property(DataLoader[Tensor]):
-    """Has its scale behind a property, and knows where it is."""
+    """Has its scale after a property, and knows where it is."""
 
     _scale = 1.0
     position = (0, 0)

@@ -53,13 +53,13 @@ def test_crash_during_the_resume_itself(hook: str) -> None:
 
     # Attempt two leaves no events: it dies before any batch.
     with_crash = [KillAt(3), Crash(hook)]
-    with pytest.raises(AssertionError, match="ended before it could go on"):
+    with pytest.raises(AssertionError, match="ended before it could continue"):
         assert_resumes_exactly(fit, with_crash, options={"every_n_train_steps": 1})
 
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_killed_again_before_another_autosave(kill: int) -> None:
-    """A run goes on from the autosave at a resume's first boundary, before which no index was drawn, as from any."""
+    """A run continues from the autosave at a resume's first boundary, before which no index was drawn, as from any."""
     costs = assert_resumes_exactly(fit_net, [KillAt(kill), KillAt(1)], options={"every_n_train_steps": 3})
     assert len({(cost.epoch, cost.batch) for cost in costs}) == 1
 
@@ -105,7 +105,7 @@ def test_only_damaged_autosaves_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
 def test_last_is_taken_where_no_autosave_verifies(tmp_path: Path) -> None:
-    """With ckpt_path="last" the file of the user's ModelCheckpoint is the run's own work, and is gone on from."""
+    """With ckpt_path="last" the file of the user's ModelCheckpoint is the run's own work, and is continued from."""
 
     def main(*faults: Callback) -> None:
         last = ModelCheckpoint(dirpath=tmp_path / "checkpoints", save_last=True, every_n_train_steps=2)
@@ -117,7 +117,7 @@ def test_last_is_taken_where_no_autosave_verifies(tmp_path: Path) -> None:
     ended = run(main, seed=99)
     assert ended.exit_code == 0, ended.output
     assert "none of them verifies" in ended.output
-    assert "Resumed exactly behind the step of batch 1 of epoch 0" in ended.output
+    assert "Resumed exactly after the step of batch 1 of epoch 0" in ended.output
 
 
 def test_remedy_where_no_autosave_verifies_works(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_process_is_gone_in_time(num_workers: int, tmp_path: Path) -> None:
     assert time.monotonic() - began < 5
     assert ended.exit_code == 143
     assert "Stopped by SIGTERM before batch" in ended.output
-    assert "Run the same command again to go on before batch" in ended.output
+    assert "Run the same command again to continue before batch" in ended.output
 
 
 class Stream(IterableDataset[Any]):
@@ -307,7 +307,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_any_validation_data_that_is_run_whole(num_workers: int) -> None:
-    """A validation loader that can't be followed is no obstacle where each of its runs begins anew."""
+    """A validation loader that can't be followed is no obstacle where each of its runs begins again."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         validation = DataLoader(Stream(), batch_size=4, num_workers=num_workers)

@@ -92,7 +92,7 @@ class LateDataset(NoisyDataset):
 def test_generator_that_is_made_late(num_workers: int) -> None:
     """A generator that an object makes in the middle of an epoch belongs to the state from then on.
 
-    Without workers the counter is the user's own; the fit does not depend on it behind the cut.
+    Without workers the counter is the user's own; the fit does not depend on it after the cut.
     """
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
@@ -174,7 +174,7 @@ def test_gradients_that_the_user_keeps() -> None:
 
 
 class Reloads(Net):
-    """Makes its training loader itself, with a generator that begins anew with it."""
+    """Makes its training loader itself, with a generator that begins again with it."""
 
     def train_dataloader(self) -> Any:
         return loader(dataset=NoisyDataset(20), shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -287,7 +287,7 @@ def test_more_epochs_behind_a_finished_fit_with_persistent_workers(num_workers: 
 
 
 def test_more_steps_behind_a_fit_that_ended_inside_an_epoch_are_refused(tmp_path: Path) -> None:
-    """What lay behind the last step of a fit that max_steps cut inside an epoch is gone: that is said."""
+    """What lay after the last step of a fit that max_steps cut inside an epoch is gone: that is said."""
 
     def main(max_steps: int, kill: bool) -> None:
         fit_net([protected()], tmp_path, max_epochs=-1, max_steps=max_steps)
@@ -343,7 +343,7 @@ class StuckInValidation(NoisyDataset):
 
 
 def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
-    """A process whose validation waits for a stuck worker is gone in time, too, and the run goes on from its start."""
+    """A process whose validation waits for a stuck worker is gone in time, too, and the run resumes from its start."""
 
     class Armed(Callback):
         def on_train_start(self, *_: Any) -> None:
@@ -362,4 +362,4 @@ def test_stop_signal_while_a_validation_worker_is_stuck(tmp_path: Path) -> None:
     assert script.wait().exit_code == 143
     assert time.monotonic() - began < 5
     ended = run(main, seed=99)
-    assert "Resumed exactly at the validation run behind batch 5 of epoch 0" in ended.output
+    assert "Resumed exactly at the validation run after batch 5 of epoch 0" in ended.output

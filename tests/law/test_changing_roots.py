@@ -255,7 +255,7 @@ def test_trainer_has_its_directory_again_if_the_fit_fails(tmp_path: Path) -> Non
 
 
 def test_copied_directory_is_written_to(tmp_path: Path) -> None:
-    """Where the autosaves were copied with the rest, the copy goes on by itself: what it was copied from stays."""
+    """Where the autosaves were copied with the rest, the copy continues by itself: what it was copied from stays."""
 
     def fit(root: Path, *callbacks: Callback) -> None:
         Case(saving=lambda root: [best(root / "checkpoints")]).fit(

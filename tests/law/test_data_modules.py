@@ -42,7 +42,7 @@ def test_exception_keeps_its_capture() -> None:
 
 @pytest.mark.parametrize(("hook", "at"), [("training_step", 2), ("on_train_batch_start", 7)])
 def test_saved_by_the_module(hook: str, at: int) -> None:
-    """A checkpoint that the module saves in its step, or before it, is one to go on from."""
+    """A checkpoint that the module saves in its step, or before it, is one to continue from."""
     assert_goes_on_from(hook, module=lambda: saving_module(hook, at))
 
 

@@ -1,4 +1,4 @@
-"""Three ranks: the order in which DDP sums gradients goes on too."""
+"""Three ranks: the order in which DDP sums gradients continues too."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def assert_sums_go_on(cut: Cut, *, ddp: dict[str, Any] | None = None, **argument
 
 
 @pytest.mark.parametrize(
-    "cut", [FIRST_BATCH, pytest.param(LATER, marks=pytest.mark.slow)], ids=["behind-the-first-batch", "later"]
+    "cut", [FIRST_BATCH, pytest.param(LATER, marks=pytest.mark.slow)], ids=["after-the-first-batch", "later"]
 )
 def test_three_ranks_sum_in_the_same_order(cut: Cut) -> None:
-    """Gradients are summed in the order of the uninterrupted run, also before DDP has laid its buckets out anew."""
+    """Gradients are summed in the order of the uninterrupted run, also before DDP has laid its buckets out again."""
     assert_sums_go_on(cut)
 
 
@@ -93,7 +93,7 @@ def test_other_order_is_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_lost_order_is_told(tmp_path: Path) -> None:
-    """DDP with a static graph does not tell the order behind the first batch: the report says so."""
+    """DDP with a static graph does not tell the order after the first batch: the report says so."""
     fit = rank_fit(
         3, module=Crossed, limit_val_batches=0, strategy=DDPStrategy(static_graph=True), max_steps=4, max_epochs=-1
     )

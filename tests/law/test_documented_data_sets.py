@@ -1,4 +1,4 @@
-"""The data sets of Lightning 1.9's page on fault-tolerant training, as written there: all go on exactly."""
+"""The data sets of Lightning 1.9's page on fault-tolerant training, as written there: all continue exactly."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ PAGE: dict[str, Callable[[int], Any]] = {
 @each_cut
 @pytest.mark.parametrize("name", PAGE)
 def test_data_set_of_the_page(name: str, cut: Cut, num_workers: int) -> None:
-    """It goes on with the sample that is next, also the one which the page says is not supported."""
+    """It continues with the sample that is next, also the one which the page says is not supported."""
 
     def train() -> DataLoader:
         data = built(lambda: PAGE[name](num_workers))

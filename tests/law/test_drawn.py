@@ -234,7 +234,7 @@ def fit(make: Callable[[], Loaders], callbacks: list[Callback], directory: Path,
     "make", [m if m.__name__ in FAST else slowly(m) for m in (*SPLITS, *ORDERS)], ids=lambda m: m.__name__
 )
 def test_first_start_stands(make: Callable[[], Loaders]) -> None:
-    """Whatever a start draws, the run goes on with what the first one drew."""
+    """Whatever a start draws, the run continues with what the first one drew."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(make, callbacks, directory), [KillAt(3), KillAt(4)], options=EVERY_STEP
     )
@@ -279,7 +279,7 @@ def test_loader_that_comes_late(make: Callable[[], Loaders]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [split_at_random, of(Shuffled)], ids=lambda m: m.__name__)
 def test_each_rank_has_its_own(make: Callable[[], Loaders]) -> None:
-    """Ranks that drew apart go on apart."""
+    """Ranks that drew apart continue apart."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(make, callbacks, directory, devices=2, strategy="ddp"),
         [KillAt(3, rank=1)],

@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks: each sample once, and an epoch comes to what all of its samples give."""
+"""A run resumes with another number of ranks: each sample once, and an epoch comes to what all of its samples give."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_random_generators_are_an_error_unless_allowed() -> None:
 
 
 class ManualNet(Net):
-    """Steps behind every fourth batch, by itself."""
+    """Steps after every fourth batch, by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class ManualNet(Net):
 
 @pytest.mark.slow
 def test_gradients_that_the_module_keeps_itself() -> None:
-    """They go on with an equal global batch; with another one nobody knows what they weigh, which is an error."""
+    """They continue with an equal global batch; with another one nobody knows what they weigh, which is an error."""
     plan = Plan(options=PER_SAMPLE.options, length=32, make_module=ManualNet, max_epochs=1)
     uninterrupted = run(plan, Leg(num_ranks=2))
     done = run(plan, Leg(num_ranks=2, save=(0, 1)), Leg(num_ranks=1, batch_size=4))
@@ -208,7 +208,7 @@ def test_shards_are_cut_anew(is_sharded: bool) -> None:
 
 @pytest.mark.slow
 def test_open_windows_of_shards_are_refused() -> None:
-    """Gradients that are in shards can't be cut anew: from the middle of an accumulation window that is an error."""
+    """Gradients that are in shards can't be cut again: from the middle of an accumulation window that is an error."""
     arguments = {"accumulate_grad_batches": 2, "limit_val_batches": 0}
     plan = Plan(options={**PER_SAMPLE.options, "elastic": True}, make_module=NetInShards)
     two, one = ({"num_ranks": n, "arguments": {**arguments, "strategy": fsdp2(n)}} for n in (2, 1))
@@ -249,7 +249,7 @@ class SummedNet(ApartNet):
 
 @pytest.mark.slow
 def test_what_ranks_had_apart_is_told() -> None:
-    """Buffers and callbacks' states that were others on each rank go on as rank 0's, and the report names them."""
+    """Buffers and callbacks' states that were others on each rank continue as rank 0's, and the report names them."""
     plan = Plan(options=PER_SAMPLE.options, make_module=SummedNet, max_epochs=1)
     done = run(plan, Leg(num_ranks=2, kill=(0, 3)), Leg(num_ranks=1))
     (line,) = [line for line in done[1].of("report")[0]["not_exact"] if "these are rank 0's" in line]
@@ -281,7 +281,7 @@ def test_other_workers_are_refused_unless_allowed(num_workers: tuple[int, int]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
-    """Killed again in the epoch that came from other ranks, a run goes on as if it had not been."""
+    """Killed again in the epoch that came from other ranks, a run continues as if it had not been."""
     first = Leg(num_ranks=2, kill=(0, 2))
     expected = run(PER_SAMPLE, first, Leg(num_ranks=num_ranks))
     batch = 6 if num_ranks == 1 else 3
@@ -297,7 +297,7 @@ def test_an_epoch_that_others_began_resumes_exactly(num_ranks: int) -> None:
 @pytest.mark.parametrize("where", [3, 6, "validation", "end"])
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int | str) -> None:
-    """From a checkpoint behind a batch, in validation or at an epoch's end, each run of validation is run once."""
+    """From a checkpoint after a batch, in validation or at an epoch's end, each run of validation is run once."""
     plan = Plan(options=PER_SAMPLE.options, length=24, arguments={"val_check_interval": 0.5})
     place = where if isinstance(where, str) else where * 2 // way[0] - 1
     done = run(plan, Leg(num_ranks=way[0], save=(0, place)), Leg(num_ranks=way[1]))
@@ -317,7 +317,7 @@ def test_what_a_batch_still_owed_is_done_once(way: tuple[int, int], where: int |
 
 @pytest.mark.slow
 def test_a_finished_fit_trains_on_with_other_ranks() -> None:
-    """A fit that came to its end goes on for another epoch with another number of ranks, from the start of it."""
+    """A fit that came to its end continues for another epoch with another number of ranks, from the start of it."""
     legs = [Leg(num_ranks=2, arguments={"max_epochs": 1}), Leg(num_ranks=3, arguments={"max_epochs": 2})]
     done = run(PER_SAMPLE, *legs)
     assert consumed(done[1:], 0) == []
@@ -382,7 +382,7 @@ def test_augmentation_does_not_depend_on_ranks_that_nobody_has_seeded() -> None:
 @pytest.mark.parametrize("way", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_an_epoch_that_only_starts_is_of_the_new_ranks(way: tuple[int, int], epoch: int) -> None:
-    """From a checkpoint of an epoch's start the epoch has each sample once, and so has the one behind it."""
+    """From a checkpoint of an epoch's start the epoch has each sample once, and so has the one after it."""
     done = run(Plan(options=PER_SAMPLE.options), Leg(num_ranks=way[0], save=(epoch, "start")), Leg(num_ranks=way[1]))
     for number in range(epoch, 2):
         assert sorted(consumed(done[1:], number)) == list(range(26))

@@ -69,12 +69,12 @@ def test_killed_in_every_validation(kill: int, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("every", [1, 2])
 def test_three_interruptions(every: int, num_workers: int) -> None:
-    """A run that is interrupted three times, by kills and by a stop, goes on exactly each time."""
+    """A run that is interrupted three times, by kills and by a stop, continues exactly each time."""
     costs = assert_resumes_exactly(
         lambda callbacks, directory: fit_short(callbacks, directory, num_workers=num_workers),
         [KillAt(4), KillAt(1, signum=signal.SIGTERM), KillAt(3)],
         options={"every_n_train_steps": every},
     )
     assert [cost.exit_code for cost in costs] == [-signal.SIGKILL, 143, -signal.SIGKILL]
-    # Killed in batch 4; stopped behind batch 5, before its validation; killed three batches on.
+    # Killed in batch 4; stopped after batch 5, before its validation; killed three batches on.
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 4), (0, NUM_BATCHES), (1, 3 - 3 % every)]

@@ -139,7 +139,7 @@ def test_capture_saves_what_lies_between_autosaves() -> None:
 
 
 def test_without_a_capture_the_last_autosave_stays() -> None:
-    """An exception behind the optimizer step saves nothing: the restart repeats what lies behind the autosave."""
+    """An exception after the optimizer step saves nothing: the restart repeats what lies after the autosave."""
     options = {**ALWAYS, "every_n_train_steps": 3}
     [cost] = costs(fit_with(2), RaiseIn("on_train_batch_end", 5), options=options)
     assert (cost.batch, cost.num_batches_twice) == (3, 3)
@@ -166,7 +166,7 @@ class FailingNet(Net):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self.strike("optimizer_step")
         super().optimizer_step(*args, **kwargs)
-        self.strike("behind optimizer_step")
+        self.strike("after optimizer_step")
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -180,9 +180,9 @@ class Arm(Callback):
         (Path(trainer.default_root_dir) / "armed").touch()
 
 
-@pytest.mark.parametrize("where", ["training_step", "optimizer_step", "behind optimizer_step", "validation_step"])
+@pytest.mark.parametrize("where", ["training_step", "optimizer_step", "after optimizer_step", "validation_step"])
 def test_exception_in_the_module(where: str) -> None:
-    """Wherever in a step the module raises, the restart goes on exactly."""
+    """Wherever in a step the module raises, the restart continues exactly."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Any:
         module = FailingNet(where, directory / "armed")
@@ -232,7 +232,7 @@ def fit_failing(how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_failing_worker(how: str) -> None:
-    """An exception in a worker, or its death, ends the run; the restart goes on exactly."""
+    """An exception in a worker, or its death, ends the run; the restart continues exactly."""
     [cost] = costs(fit_failing(how), Arm(), options=ALWAYS)
     assert cost.exit_code == 1
 

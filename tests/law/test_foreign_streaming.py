@@ -43,7 +43,7 @@ def row(n: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def mosaic_data() -> Iterator[str]:
-    """Small shards; what a killed process leaves in shared memory is taken away behind the tests."""
+    """Small shards; what a killed process leaves in shared memory is taken away after the tests."""
     with tempfile.TemporaryDirectory() as directory:
         with MDSWriter(out=directory, columns={"n": "int"}, size_limit=128) as writer:
             for n in range(NUM_SAMPLES):
@@ -134,7 +134,7 @@ class Jittered:
 
 
 def test_the_generators_of_a_transform_of_litdata_are_kept(litdata_data: str) -> None:
-    """A transform that LitData's data set was given is looked into: its generator would begin anew in a new process."""
+    """A transform that LitData's data set has is looked into: its generator would begin again in a new process."""
 
     def look() -> None:
         import litdata

@@ -71,7 +71,7 @@ def report_on(directory: Path) -> str:
 
 @pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "keep_last": 1}, {**EVERY_STEP, "async_save": True}])
 def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
-    """Killed when there is room again, a run goes on from what was saved then, and is bit for bit the other one."""
+    """Killed when there is room again, a run continues from what was saved then, and is bit for bit the other one."""
     [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(2, 5), KillAt(11)]], options=options)
     assert cost.exit_code == -signal.SIGKILL
     assert (cost.epoch, cost.batch) in [(1, 3), (1, 2)] if "async_save" in options else [(1, 3)]
@@ -79,7 +79,7 @@ def test_killed_behind_a_full_disk(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [EVERY_STEP, {**EVERY_STEP, "async_save": True}])
 def test_killed_while_the_disk_is_full(options: dict[str, Any]) -> None:
-    """Killed before there is room, it goes on from the last good autosave, which nothing has deleted."""
+    """Killed before there is room, it continues from the last good autosave, which nothing has deleted."""
     [cost] = assert_resumes_exactly(fit_notes, [[FullDisk(3), KillAt(7)]], options=options)
     assert (cost.exit_code, cost.epoch) == (-signal.SIGKILL, 0)
     assert cost.batch in ((2, 3) if "async_save" in options else (3,))
@@ -98,7 +98,7 @@ def test_killed_twice_in_a_run_whose_disk_is_full_at_times() -> None:
 
 
 def fit_with(directory: Path, *callbacks: Callback, name: str = "weights", **options: Any) -> Ended:
-    """Fit as a script; tell the weights behind it."""
+    """Fit as a script; tell the weights after it."""
 
     def main() -> None:
         place = directory / ("run" if name == "weights" else name)
@@ -141,7 +141,7 @@ def test_run_is_the_same_and_says_so_once(tmp_path: Path) -> None:
 
 
 def test_finished_fit_that_can_not_be_saved_is_finished(tmp_path: Path) -> None:
-    """The script behind the fit goes on: what was trained is there, and nothing ends in an error."""
+    """The script after the fit continues: what was trained is there, and nothing ends in an error."""
     ended = fit_with(tmp_path, FullDisk(14))
     assert ended.exit_code == 0, ended.output
     assert len(told(tmp_path, "weights")) == 1
@@ -154,7 +154,7 @@ def test_stop_that_can_not_be_saved_says_what_is_lost(tmp_path: Path) -> None:
     assert ended.exit_code == 74, ended.output
     expected = (
         r"Stopped by SIGTERM before batch 2 of epoch 1\. The state could not be saved: OSError: \[Errno 28\][^\n]*\."
-        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. Run the same command again to go on"
+        r" The last autosave, before batch 5 of epoch 0, is 5 batches older\. Run the same command again to continue"
         r" before batch 5 of epoch 0\."
     )
     assert re.search(expected, ended.output), ended.output
@@ -261,7 +261,7 @@ def test_interval_that_says_when_is_kept(tmp_path: Path) -> None:
 
 
 def test_store_that_is_not_reached(tmp_path: Path) -> None:
-    """A store that does not answer for a while is the same: named once, and everything is there behind it."""
+    """A store that does not answer for a while is the same: named once, and everything is there after it."""
     store = "faulty://runs"
 
     def main() -> None:
@@ -298,7 +298,7 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux" or not can_mount(), reason="needs the right to mount a disk")
 def test_real_disk_without_room(tmp_path: Path) -> None:
-    """On a disk that is full for a while the run continues, and a kill behind that resumes exactly."""
+    """On a disk that is full for a while the run continues, and a kill after that resumes exactly."""
 
     class Fills(Callback):
         def __init__(self, first: int, last: int) -> None:

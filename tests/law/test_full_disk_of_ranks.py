@@ -1,4 +1,4 @@
-"""Several ranks of which one can't write for a while: all learn it, none hangs, and behind that all resume exactly."""
+"""Several ranks of which one can't write for a while: all learn it, none hangs, and after that all resume exactly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_shards_of_which_one_can_not_be_written() -> None:
 
 @pytest.mark.slow
 def test_stop_that_ranks_can_not_save() -> None:
-    """All ranks end with the exit code that says so, and go on from the last good autosave."""
+    """All ranks end with the exit code that says so, and continue from the last good autosave."""
     faults = [[FullDisk(3, rank=0), KillAt(6, rank=1, signum=signal.SIGTERM)]]
     options = {"every_n_train_steps": 1}
     [cost] = assert_resumes_exactly(rank_fit(2), faults, options=options, num_ranks=2, timeout_seconds=SECONDS)

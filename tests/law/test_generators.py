@@ -1,4 +1,4 @@
-"""The law for generators that objects hold: they go on like the global ones, wherever they hide."""
+"""The law for generators that objects hold: they continue like the global ones, wherever they hide."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.runs import (
 @each_num_workers
 @each_cut
 def test_held_by_the_data_set(cut: Cut, num_workers: int) -> None:
-    """Generators of each kind that a data set holds go on, in this process and in each worker's copy."""
+    """Generators of each kind that a data set holds continue, in this process and in each worker's copy."""
     assert_goes_on(cut, train=lambda: DataLoader(HoldingDataset(), batch_size=4, shuffle=True, num_workers=num_workers))
 
 
 def test_held_by_the_data_set_in_workers_that_live_on() -> None:
-    """In workers that live on, each copy's generators go on from epoch to epoch, in validation too."""
+    """In workers that live on, each copy's generators continue from epoch to epoch, in validation too."""
 
     def loader(length: int) -> DataLoader:
         return DataLoader(HoldingDataset(length), batch_size=4, num_workers=2, persistent_workers=True)
@@ -52,7 +52,7 @@ def test_held_by_the_data_set_in_workers_that_live_on() -> None:
 @each_num_workers
 @each_cut
 def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
-    """Generators go on that hide in a transform of a transform of the data set."""
+    """Generators continue that hide in a transform of a transform of the data set."""
     assert_goes_on(
         cut, train=lambda: DataLoader(TransformedDataset(), batch_size=4, shuffle=True, num_workers=num_workers)
     )
@@ -61,7 +61,7 @@ def test_held_by_a_transform(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("has_attribute", [True, False])
 def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
-    """A generator that a data set makes when it is first used goes on, though the new process has none yet."""
+    """A generator that a data set makes when it is first used continues, though the new process has none yet."""
     assert_goes_on(
         FIRST_EPOCH,
         train=lambda: DataLoader(
@@ -73,7 +73,7 @@ def test_made_when_first_used(num_workers: int, has_attribute: bool) -> None:
 @each_num_workers
 @each_cut
 def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
-    """A sampler's own generator goes on, of the users' and of torch's samplers."""
+    """A sampler's own generator continues, of the users' and of torch's samplers."""
 
     def train() -> DataLoader:
         sampler = PythonShuffle(rng=random.Random(0))
@@ -89,7 +89,7 @@ def test_held_by_a_sampler(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @pytest.mark.parametrize("make_collate", [NoisyCollate, closed_over_collate])
 def test_held_by_a_collate_fn(num_workers: int, make_collate: Any) -> None:
-    """A generator goes on that a ``collate_fn`` holds, as an attribute or in its closure."""
+    """A generator continues that a ``collate_fn`` holds, as an attribute or in its closure."""
     assert_goes_on(
         LATER_EPOCH,
         train=lambda: DataLoader(
@@ -114,7 +114,7 @@ class HoldingNet(Net):
 
 @each_short_cut
 def test_held_by_the_module(cut: Cut) -> None:
-    """Generators that the module holds and draws from in its step go on."""
+    """Generators that the module holds and draws from in its step continue."""
     assert_goes_on(cut, module=HoldingNet)
 
 
@@ -144,5 +144,5 @@ class NoisyRates(Net):
 
 @pytest.mark.slow
 def test_held_by_optimizer_and_scheduler() -> None:
-    """Generators that an optimizer and the function of a scheduler hold go on."""
+    """Generators that an optimizer and the function of a scheduler hold continue."""
     assert_goes_on(LATER_SHORT_EPOCH, module=NoisyRates)

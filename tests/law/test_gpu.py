@@ -99,7 +99,7 @@ class CapturableNet(GpuNet):
 @each_short_cut
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"])
 def test_each_precision_goes_on(precision: Any, cut: Cut) -> None:
-    """Dropout, augmentation and metrics on the GPU go on; with 16 bits the scale of the gradients does."""
+    """Dropout, augmentation and metrics on the GPU continue; with 16 bits the scale of the gradients does."""
     assert_goes_on(cut, module=GpuNet, precision=precision, **ON_GPU)
 
 
@@ -170,7 +170,7 @@ def test_stopped_by_an_exception() -> None:
 
 @pytest.mark.parametrize("batch", [5, 11])
 def test_written_behind_training(batch: int) -> None:
-    """What is copied off the GPU while training goes on is of the moment at which it was asked for."""
+    """What is copied off the GPU while training continues is of the moment at which it was asked for."""
     options = {"every_n_train_steps": 1, "async_save": True}
     more = {"train": eight_batches(), **ON_GPU}
     [cost] = assert_exact(list, KillWhenWritten(batch), module=GpuNet, options=options, **more)
@@ -200,7 +200,7 @@ def test_ddp_over_nccl_goes_on(cut: Cut) -> None:
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_fsdp2_on_gpus_goes_on(whole: bool) -> None:
-    """FSDP2 goes on exactly, from a directory and from one file."""
+    """FSDP2 continues exactly, from a directory and from one file."""
     num_ranks = torch.cuda.device_count()
     strategy = fsdp2(num_ranks, save_distributed_checkpoint=not whole)
     assert_ranks_go_on(LATER_EPOCH, num_ranks=num_ranks, module=ShardedNet, strategy=strategy, accelerator="gpu")
@@ -209,13 +209,13 @@ def test_fsdp2_on_gpus_goes_on(whole: bool) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 def test_fsdp1_on_gpus_goes_on(state_dict_type: str) -> None:
-    """FSDP1 goes on exactly, from a directory and from one file."""
+    """FSDP1 continues exactly, from a directory and from one file."""
     strategy = FSDPStrategy(state_dict_type=state_dict_type)
     assert_ranks_go_on(FIRST_EPOCH, num_ranks=torch.cuda.device_count(), strategy=strategy, accelerator="gpu")
 
 
 def test_a_run_of_a_gpu_does_not_go_on_without_one(tmp_path: Path) -> None:
-    """What was drawn there can't go on: an error that says so, and what is there stays."""
+    """What was drawn there can't continue: an error that says so, and what is there stays."""
 
     def fit(*callbacks: Callback, accelerator: str = "gpu") -> None:
         random.seed(1)

@@ -1,4 +1,4 @@
-"""The law for batches of groups: under the callback nobody calls ``advance``, and the batches go on where they were."""
+"""The law for batches of groups: under the callback nobody calls ``advance``, and batches resume where they were."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_run_of_many_ends_is_told_whole(tmp_path: Path) -> None:
 
 
 def test_autosaves_are_told_as_they_are(tmp_path: Path) -> None:
-    """Each autosave has its name and size; a process that is killed in its epoch goes on from one that is told."""
+    """Each autosave has its name and size; a process that is killed in its epoch continues from one that is told."""
     sizes = {}
 
     class Looks(Callback):
@@ -235,7 +235,7 @@ def test_fits_of_a_script_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_exception_behind_the_fit_leaves_the_chapter_open(tmp_path: Path) -> None:
-    """Where the script fails behind its fit the autosaves stay, and the next process is of the same chapter."""
+    """Where the script fails after its fit the autosaves stay, and the next process is of the same chapter."""
 
     def main(*, fails: bool) -> None:
         fit_net([protected()], tmp_path)

@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else asks for in a hook is one to go on from, bit for bit."""
+"""A checkpoint that somebody else asks for in a hook is one to continue from, bit for bit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ each_call = pytest.mark.parametrize(("hook", "at"), CALLS, ids=[f"{hook}-{at}" f
 
 @each_call
 def test_saved_by_a_callback(hook: str, at: int) -> None:
-    """Whatever hook of a callback it was saved in, the run that goes on is the rest of the uninterrupted one."""
+    """Whatever hook of a callback it was saved in, the run that continues is the rest of the uninterrupted one."""
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)])
 
 
@@ -94,7 +94,7 @@ LOADERS: dict[str, tuple[Any, Any, int]] = {
 @pytest.mark.parametrize("place", ["last of an epoch", "within an epoch", "last of all"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_with_each_kind_of_loader_the_next_epoch_has_all_its_batches(name: str, place: str) -> None:
-    """Saved behind the last batch of an epoch, in the middle of one, behind the last batch of all."""
+    """Saved after the last batch of an epoch, in the middle of one, after the last batch of all."""
     train, module, num_steps = LOADERS[name]
     at = {"last of an epoch": num_steps - 1, "within an epoch": num_steps + 1, "last of all": 2 * num_steps - 1}[place]
     assert_goes_on_from(
@@ -119,7 +119,7 @@ INTERVALS: list[dict[str, Any]] = [
     ("hook", "at"), [("on_train_batch_end", 9), ("on_train_batch_end", 11), ("on_validation_batch_end", 3)]
 )
 def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, arguments: dict[str, Any]) -> None:
-    """Whether it was due behind the batch, was under way or had been run, its results are there once, and right."""
+    """Whether it was due after the batch, was under way or had been run, its results are there once, and right."""
     epochs = {"max_epochs": 4} if "check_val_every_n_epoch" in arguments else {}
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)], train=eight_batches, **arguments, **epochs)
 
@@ -127,7 +127,7 @@ def test_a_validation_run_that_was_due_has_its_results_once(hook: str, at: int, 
 @pytest.mark.filterwarnings("ignore:Your .val_dataloader.*shuffling")
 @pytest.mark.parametrize(("hook", "at"), [("on_validation_batch_end", 2), ("on_validation_end", 1)])
 def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
-    """Saved inside the second loader, or behind it, every validation batch comes once in its order."""
+    """Saved inside the second loader, or after it, every validation batch comes once in its order."""
     assert_goes_on_from(
         hook,
         users=lambda: [saver(hook, at)],
@@ -141,7 +141,7 @@ def test_two_validation_loaders_one_shuffled(hook: str, at: int) -> None:
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_last_step_of_all_by_max_steps(at: int) -> None:
-    """Behind the last step of all the end of the epoch is still owed: its validation run, its logged means."""
+    """After the last step of all the end of the epoch is still owed: its validation run, its logged means."""
     assert_goes_on_from(
         "on_train_batch_end", users=lambda: [saver("on_train_batch_end", at)], max_steps=at + 1, val_check_interval=2
     )
@@ -164,7 +164,7 @@ def test_plateau_schedulers_step_once(hook: str, at: int) -> None:
     assert_goes_on_from(hook, users=lambda: [saver(hook, at)], module=Plateau, max_epochs=4)
 
 
-# Lightning's own ModelCheckpoint: its file is one to go on from.
+# Lightning's own ModelCheckpoint: its file is one to continue from.
 
 TRIGGERS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("on_train_batch_end", {"every_n_train_steps": 3}),
@@ -177,7 +177,7 @@ TRIGGERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TRIGGERS)
 def test_file_of_a_model_checkpoint(name: str, tmp_path: Path) -> None:
-    """The run that goes on from the file is the rest of the uninterrupted one: same weights, same optimizer states."""
+    """The run that resumes from the file is the rest of the uninterrupted one: same weights, same optimizer states."""
     hook, arguments = TRIGGERS[name]
 
     def main(kind: str, ckpt_path: Path | None) -> None:
@@ -200,7 +200,7 @@ def test_file_of_a_model_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 class Teacher(Net):
-    """Moves a teacher in its own hook, behind every callback."""
+    """Moves a teacher in its own hook, after every callback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Teacher(Net):
 
 
 def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> None:
-    """A teacher that the module moves behind the save would be a step old for ever: said when saving, then refused."""
+    """A teacher that the module moves after the save would be a step old for ever: said when saving, then refused."""
 
     def main(name: str, callbacks: list[Callback], path: Path | None = None) -> None:
         fit_net(callbacks, tmp_path / name, module=Teacher(), ckpt_path=path)
@@ -219,11 +219,11 @@ def test_hooks_behind_the_saving_one_are_named_and_refused(tmp_path: Path) -> No
     path = tmp_path / "first" / "theirs.ckpt"
     saved = run(lambda: main("first", [protected(), saver("on_train_batch_end", 3)]))
     assert saved.exit_code == 0, saved.output
-    assert "Teacher.on_train_batch_end stood behind the hook that saved" in saved.output
+    assert "Teacher.on_train_batch_end stood after the hook that saved" in saved.output
     refused = run(lambda: main("second", [protected()], path))
     assert refused.exit_code == 1
     assert "NotExactError" in refused.output
-    assert "Teacher.on_train_batch_end stood behind" in refused.output
+    assert "Teacher.on_train_batch_end stood after" in refused.output
     told_so = run(lambda: main("third", [protected(strict=False)], path))
     assert told_so.exit_code == 0, told_so.output
     assert "NOT EXACT" in told_so.output
@@ -246,7 +246,7 @@ def test_refusal_names_the_nearest_autosave_and_leaves_it(tmp_path: Path) -> Non
 
 
 def test_save_behind_the_optimizer_step_is_refused(tmp_path: Path) -> None:
-    """Between the step and the end of the batch there is no state to go on from: said, and refused."""
+    """Between the step and the end of the batch there is no state to continue from: said, and refused."""
 
     class Saves(Net):
         def lr_scheduler_step(self, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ def accumulation() -> list[Callback]:
 
 
 def stopping() -> list[Callback]:
-    """Return one that wants to stop behind the second epoch."""
+    """Return one that wants to stop after the second epoch."""
     return [EarlyStopping("val_loss", patience=1, min_delta=100.0)]
 
 
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Users, type[LightningModule], dict[str, Any]]] = {
     ],
 )
 def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
-    """Saved in front of the callback's own hook or behind it, what it does there is done once."""
+    """Saved in front of the callback's own hook or after it, what it does there is done once."""
     users, module, arguments = CASES[name]
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=module, **arguments)
@@ -65,7 +65,7 @@ def test_saved_beside(name: str, hook: str, at: int, in_front: bool) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_schedulers_step_behind_a_save_at_the_end_of_an_epoch(at: int) -> None:
-    """A scheduler that steps once an epoch does so behind the save, as Lightning would have, and not twice."""
+    """A scheduler that steps once an epoch does so after the save, as Lightning would have, and not twice."""
     assert_goes_on_from(
         "on_train_epoch_end",
         users=lambda: [saver("on_train_epoch_end", at, kind=SavingCheckpoint)],

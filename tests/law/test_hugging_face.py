@@ -92,7 +92,7 @@ MAPS: dict[str, Callable[[int, Path], datasets.Dataset]] = {
 @each_num_workers
 @pytest.mark.parametrize("name", MAPS)
 def test_map_style(name: str, num_workers: int, tmp_path: Path) -> None:
-    """A table goes on in its order, with the draws of its transform; it gives all rows of a batch at once."""
+    """A table continues in its order, with the draws of its transform; it gives all rows of a batch at once."""
 
     def train(num_rows: int) -> DataLoader[Any]:
         data: Any = MAPS[name](num_rows, tmp_path)
@@ -122,13 +122,13 @@ def stream_loader(name: str, num_workers: int, kind: Any = DataLoader, **argumen
 @each_cut
 @pytest.mark.parametrize("name", STREAMS)
 def test_stream(name: str, cut: Cut, num_workers: int) -> None:
-    """A stream goes on with the row that is next, and with what is in its shuffle buffer."""
+    """A stream continues with the row that is next, and with what is in its shuffle buffer."""
     assert_loader_goes_on(cut, num_workers, train=stream_loader(name, num_workers))
 
 
 @each_num_workers
 def test_stream_in_a_stateful_dataloader(num_workers: int) -> None:
-    """The state of the stream, with which torchdata would go on, lacks the buffer; it is replayed there too."""
+    """The state of the stream, with which torchdata would continue, lacks the buffer; it is replayed there too."""
     train = stream_loader("generator, shuffled", num_workers, StatefulDataLoader)
     assert_loader_goes_on(LATER_EPOCH, num_workers, train=train)
 
@@ -142,7 +142,7 @@ class TellsEpoch(Callback):
 
 @each_num_workers
 def test_stream_that_is_told_its_epoch(num_workers: int) -> None:
-    """With ``set_epoch`` the order of a later epoch goes on."""
+    """With ``set_epoch`` the order of a later epoch continues."""
     train = stream_loader("generator, shuffled", num_workers, persistent_workers=num_workers > 0)
     users = lambda: [TellsEpoch()]  # noqa: E731 - a list of new callbacks for each run
     num_rows = 32 if num_workers else 20
@@ -203,7 +203,7 @@ def test_shuffled_without_a_seed(name: str, kill: int) -> None:
 
 @each_num_workers
 def test_buffer_shuffled_without_a_seed(num_workers: int) -> None:
-    """Where the order of the shards is the same, the generator of the shuffle buffer goes on."""
+    """Where the order of the shards is the same, the generator of the shuffle buffer continues."""
 
     def train(num_rows: int) -> DataLoader[Any]:
         stream = datasets.IterableDataset.from_generator(rows, gen_kwargs={"num_rows": num_rows})

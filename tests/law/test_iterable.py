@@ -1,4 +1,4 @@
-"""The law for iterable data sets: they go on with the sample that is next, by their state or by a replay."""
+"""The law for iterable data sets: they continue with the sample that is next, by their state or by a replay."""
 
 from __future__ import annotations
 
@@ -177,13 +177,13 @@ def loader(stream: Callable[[], Stream], num_workers: int, **arguments: Any) -> 
 @each_cut
 @pytest.mark.parametrize("stream", [Stream, SizedStream, StatefulStream, StreamOfStatefulIterators])
 def test_iterable(stream: Callable[[], Stream], cut: Cut, num_workers: int) -> None:
-    """An iterable data set goes on with the sample that is next, its shuffle buffer and its draws too."""
+    """An iterable data set continues with the sample that is next, its shuffle buffer and its draws too."""
     assert_goes_on(cut, train=loader(stream, num_workers))
 
 
 @each_num_workers
 def test_sampler_protocol(num_workers: int) -> None:
-    """A data set that exposes its sampler and its iterator goes on in its order."""
+    """A data set that exposes its sampler and its iterator continues in its order."""
     num_batches = 4 * max(1, num_workers)
     cut = Cut(kill=num_batches + 3, every=num_batches + 2, goes_on_at=(1, 2))
     assert_goes_on(cut, train=loader(SamplerStream, num_workers))
@@ -193,7 +193,7 @@ def test_sampler_protocol(num_workers: int) -> None:
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (4, (0, 4)), (7, (0, 7)), (9, (1, 0)), (14, (1, 5))])
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, int], persistent_workers: bool) -> None:
-    """Where one worker runs out before the other, the batches go on in the same turns."""
+    """Where one worker runs out before the other, the batches continue in the same turns."""
     train = loader(UnevenStream, 2, persistent_workers=persistent_workers)
     assert_goes_on(Cut(kill=kill, every=1, goes_on_at=goes_on_at), train=train)
 
@@ -201,7 +201,7 @@ def test_workers_run_out_at_different_times(kill: int, goes_on_at: tuple[int, in
 @pytest.mark.parametrize("arguments", [{"drop_last": True}, {"batch_size": None}], ids=["drop-last", "no-batching"])
 @each_num_workers
 def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
-    """Without the incomplete batch, and without batching, an iterable data set goes on exactly."""
+    """Without the incomplete batch, and without batching, an iterable data set continues exactly."""
     if "batch_size" in arguments:
         arguments = {**arguments, "collate_fn": lambda sample: sample.expand(4, 4) + torch.randn(4, 4)}
     train = loader(UnevenStream, num_workers, **arguments)
@@ -210,7 +210,7 @@ def test_other_batches(arguments: dict[str, Any], num_workers: int) -> None:
 
 @each_num_workers
 def test_limited_epochs(num_workers: int) -> None:
-    """With ``limit_train_batches`` each epoch begins anew, and goes on where it was cut."""
+    """With ``limit_train_batches`` each epoch begins again, and continues where it was cut."""
     train = loader(Stream, num_workers, collate_fn=NoisyCollate(), persistent_workers=num_workers > 0)
     assert_goes_on(Cut(kill=7, every=6, goes_on_at=(1, 2)), train=train, limit_train_batches=4, max_epochs=3)
 
@@ -232,7 +232,7 @@ def test_replay_that_differs(num_workers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kill", [14, 16])
 @each_num_workers
 def test_count_of_iterations(num_workers: int, kill: int) -> None:
-    """A data set that counts in an attribute how often it was begun goes on, also where no sample was drawn yet."""
+    """A data set that counts in an attribute how often it was begun continues, also where no sample was drawn yet."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(CountingStream(), batch_size=4, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -243,7 +243,7 @@ def test_count_of_iterations(num_workers: int, kill: int) -> None:
 
 @each_num_workers
 def test_replay_that_differs_goes_on_if_not_strict(num_workers: int, tmp_path: Path) -> None:
-    """With ``strict=False`` the run goes on with other samples, and the report says so, of workers too, once."""
+    """With ``strict=False`` the run continues with other samples, and the report says so, of workers too, once."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(

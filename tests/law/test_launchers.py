@@ -1,4 +1,4 @@
-"""However the ranks are started, a run that is killed goes on exactly: by Lightning's launchers, and by torchrun."""
+"""However the ranks are started, a run that is killed continues exactly: by Lightning's launchers, and by torchrun."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def forked(directory: Path, **arguments: Any) -> Ended:
 
 @pytest.mark.slow
 def test_forked_ranks_go_on(whole: Path, directory: Path) -> None:
-    """Under ddp_fork the second fit, of which a rank is killed, goes on exactly; nothing is left behind."""
+    """Under ddp_fork the second fit, of which a rank is killed, continues exactly; nothing is left behind."""
     assert forked(directory, kill_fit=1, num_fits=2).exit_code == 1
     assert_same(whole, directory, fit=0, num_processes=1)
     ended = forked(directory, num_fits=2, seed=7)
@@ -127,7 +127,7 @@ def test_ranks_of_a_command_go_on(strategy: str, whole: Path, directory: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # each process of a command imports everything
 def test_torchrun_starts_again(directory: Path, tmp_path: Path) -> None:
-    """Under torchrun a rank is killed by SIGKILL: torchrun starts all ranks again, and they go on exactly."""
+    """Under torchrun a rank is killed by SIGKILL: torchrun starts all ranks again, and they continue exactly."""
     (tmp_path / "whole").mkdir()
     whole = uninterrupted(tmp_path / "whole", num_workers=2)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]

@@ -52,7 +52,7 @@ class Metric(Net):
 
 @each_cut
 def test_memory_of_embeddings(fault: Callback) -> None:
-    """A queue of pytorch-metric-learning goes on with its embeddings and its place."""
+    """A queue of pytorch-metric-learning continues with its embeddings and its place."""
     assert_carried(fault, module=Metric)
 
 
@@ -102,13 +102,13 @@ class AveragesBeside(Callback):
 
 @each_cut
 def test_average_of_weights(fault: Callback) -> None:
-    """An average of torch_ema in the module goes on."""
+    """An average of torch_ema in the module continues."""
     assert_carried(fault, module=Averages)
 
 
 @each_cut_slowly
 def test_average_of_weights_in_a_callback(fault: Callback) -> None:
-    """An average of torch_ema that a callback makes at the start goes on."""
+    """An average of torch_ema that a callback makes at the start continues."""
     assert_carried(fault, users=lambda: [AveragesBeside()])
 
 
@@ -128,7 +128,7 @@ class Follows(Own):
 
 @each_cut_slowly
 def test_average_that_is_a_module(fault: Callback) -> None:
-    """The average and the counters of ema_pytorch go on."""
+    """The average and the counters of ema_pytorch continue."""
     assert_carried(fault, module=Follows)
 
 
@@ -173,7 +173,7 @@ class FromGlobal(Own):
 
 @each_cut
 def test_engines(fault: Callback) -> None:
-    """Sequences and frozen distributions that a module holds go on."""
+    """Sequences and frozen distributions that a module holds continue."""
     assert_carried(fault, module=Engines)
 
 
@@ -211,7 +211,7 @@ class Matrices(Own):
 
 @each_cut_slowly
 def test_sparse_matrices(fault: Callback) -> None:
-    """Sparse matrices of SciPy that change in place, or are made anew, go on: one holds lists in an array."""
+    """Sparse matrices of SciPy that change in place, or are made again, continue: one holds lists in an array."""
     assert_carried(fault, module=Matrices)
 
 
@@ -241,13 +241,13 @@ class FirstUseInSteps(Own):
 @each_num_workers
 @each_cut_slowly
 def test_generators_on_first_use_in_a_data_set(fault: Callback, num_workers: int) -> None:
-    """Generators that a ``defaultdict`` makes in a data set go on."""
+    """Generators that a ``defaultdict`` makes in a data set continue."""
     assert_carried(fault, train=lambda: DataLoader(FirstUse(), batch_size=4, shuffle=True, num_workers=num_workers))
 
 
 @each_cut_slowly
 def test_generators_on_first_use_in_a_module(fault: Callback) -> None:
-    """Those that it makes in a module go on."""
+    """Those that it makes in a module continue."""
     assert_carried(fault, module=FirstUseInSteps)
 
 
@@ -270,7 +270,7 @@ class Best(Callback):
 
 @each_cut_slowly
 def test_tracker_in_a_callback(fault: Callback) -> None:
-    """A ``MetricTracker`` that gets a copy of its metric for each epoch goes on."""
+    """A ``MetricTracker`` that gets a copy of its metric for each epoch continues."""
     assert_carried(fault, users=lambda: [Best()], max_epochs=3)
 
 
@@ -324,7 +324,7 @@ class VariationalByTorch(Variational):
 
 @each_cut
 def test_variational_inference(fault: Callback) -> None:
-    """Pyro's parameters go on, and so do the optimizers that it keeps for each of them."""
+    """Pyro's parameters continue, and so do the optimizers that it keeps for each of them."""
     assert_carried(fault, module=Variational)
 
 

@@ -81,7 +81,7 @@ class Unfreezing(BaseFinetuning):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 14])
 def test_unfreezing(kill: int) -> None:
-    """Killed before, in and behind the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
+    """Killed before, in and after the epochs that unfreeze, parameters are as frozen and as grouped as they were."""
     [cost] = assert_exact(lambda: [Unfreezing()], KillAt(kill), module=Backbone, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
@@ -96,7 +96,7 @@ def test_unfreezing_a_backbone(kill: int) -> None:
 
 @pytest.mark.parametrize(("hook", "goes_on_at"), [("on_train_epoch_start", (0, 4)), ("on_train_epoch_end", (1, 5))])
 def test_exception_beside_an_unfreezing(hook: str, goes_on_at: tuple[int, int]) -> None:
-    """What is saved never has groups that its moment had not: behind an unfreezing the last autosave stays."""
+    """What is saved never has groups that its moment had not: after an unfreezing the last autosave stays."""
     users = lambda: [Unfreezing()]  # noqa: E731
     [cost] = assert_exact(users, RaiseAt(hook, 1), module=Backbone, max_epochs=3, options={**ALWAYS, **EVERY_STEP})
     assert (cost.exit_code, cost.epoch, cost.batch) == (1, *goes_on_at)
@@ -119,7 +119,7 @@ def test_exception_behind_an_unfreezing_is_told_as_what_it_is(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kill", [3, 5, 9, 12])
 def test_accumulation_by_epoch(kill: int) -> None:
-    """The factor is that of the epoch in which the run goes on."""
+    """The factor is that of the epoch in which the run continues."""
     users = lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]  # noqa: E731
     options = {"train_time_interval": timedelta(microseconds=1)}
     [cost] = assert_exact(users, KillAt(kill), max_epochs=3, options=options)
@@ -155,7 +155,7 @@ def test_learning_rate_monitor_of_groups(kill: int) -> None:
     """Loggers get the same rates at the same steps, and its history is that of the whole run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
-        # Behind the recorder, which cuts where a batch begins.
+        # After the recorder, which cuts where a batch begins.
         monitor = LearningRateMonitor(log_momentum=True, log_weight_decay=True)
         trainer = fit_net([*callbacks, monitor], directory, module=TwoRates(), max_epochs=3, logger=RecordsNothing())
         [recorder] = (callback for callback in callbacks if isinstance(callback, Recorder))
@@ -243,7 +243,7 @@ class Follows(Callback):
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_metric_that_a_callback_holds(kill: int) -> None:
-    """A metric in an attribute of a callback goes on like those of the module."""
+    """A metric in an attribute of a callback continues like those of the module."""
     assert_exact(lambda: [Follows()], KillAt(kill))
 
 
@@ -295,7 +295,7 @@ class Noting(Timer):
 
 
 def test_time_limit(tmp_path: Path) -> None:
-    """A run that goes on has the time left that it had there, and it is this time that ends it."""
+    """A run that continues has the time left that it had there, and it is this time that ends it."""
     notes = tmp_path / "left.txt"
 
     def main(*faults: Callback) -> None:

@@ -134,7 +134,7 @@ def directories(tmp_path: Path, callbacks: Any, **arguments: Any) -> tuple[Path,
 
 
 def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the variable and `callbacks: null` a run goes on, also where the configuration is saved before our setup."""
+    """With the variable and `callbacks: null` a run resumes, also where the configuration is saved before our setup."""
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
@@ -147,7 +147,7 @@ def test_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_added_on_the_command_line(tmp_path: Path) -> None:
-    """`--trainer.callbacks+=` and its arguments work, and a run that was stopped goes on in the files that it had."""
+    """`--trainer.callbacks+=` and its arguments work, and a run that was stopped continues in the files that it had."""
     whole, cut = directories(tmp_path, None, seed=7, logger=CSV_LOGGER)
     assert script(whole).exit_code == 0
     more = (f"--trainer.callbacks+={CLASS_PATH}", "--trainer.callbacks.every_n_train_steps=1")
@@ -171,7 +171,7 @@ def test_another_command_is_another_run(tmp_path: Path) -> None:
 
 
 def test_a_changed_configuration_is_saved_beside_the_one_before(tmp_path: Path) -> None:
-    """Who lets a run be longer finds in the log directory what it was begun with and what it has gone on with."""
+    """Who lets a run be longer finds in the log directory what it was begun with and what it has continued with."""
     _, cut = directories(tmp_path, [CLASS_PATH], logger=CSV_LOGGER)
     assert script(cut, KillAt(3)).exit_code == -signal.SIGKILL
     [saved] = cut.glob("logs/**/config.yaml")
@@ -270,7 +270,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     codes, output = start()
     assert codes == [0, 0], output
     assert "Resumed exactly before batch" in output
-    # The first has left a version of its own, the others went on in one.
+    # The first has left a version of its own, the others continued in one.
     saved = sorted(f"{path.parent.name}/{path.name}" for path in cut.glob("logs/**/config*.yaml"))
     assert saved == ["version_0/config.yaml", "version_1/config.yaml"]
 

@@ -1,4 +1,4 @@
-"""The law where Lightning asks for loaders anew, uses a part of their batches, or a data module keeps a state."""
+"""The law where Lightning asks for loaders again, uses a part of their batches, or a data module keeps a state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Grows(LightningDataModule):
         return {"num_used": self.num_used, "num_given": self.num_given}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Continue counting."""
         self.num_used, self.num_given = state_dict["num_used"], state_dict["num_given"]
 
 
@@ -114,7 +114,7 @@ class Keeps(Counts):
 @each_num_workers
 @each_cut
 def test_state_of_a_data_module(cut: Cut, num_workers: int) -> None:
-    """What a data module counts as batches are used goes on."""
+    """What a data module counts as batches are used continues."""
     hold(lambda: Counts(num_workers), cut if num_workers else SHORT_CUTS[cut])
 
 
@@ -129,7 +129,7 @@ def test_loaders_asked_for_anew(epoch: int, batch: int, every: int, num_workers:
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kept_loader_asked_for_anew(every: int) -> None:
-    """A loader that is given again goes on with the workers that it has."""
+    """A loader that is given again continues with the workers that it has."""
     cut = Cut(kill=20, every=1, goes_on_at=(2, 4))
     hold(lambda: Keeps(2), cut, reload_dataloaders_every_n_epochs=every, max_epochs=4)
 
@@ -177,7 +177,7 @@ def test_limited_training_batches(name: str, epoch: int, batch: int, num_workers
 @each_cut
 @pytest.mark.parametrize("limit", [2, 0.5])
 def test_limited_validation_batches(limit: float, cut: Cut, num_workers: int) -> None:
-    """A validation run over a part of its loader is that part, and its workers go on."""
+    """A validation run over a part of its loader is that part, and its workers continue."""
     validation = shuffled(num_workers, 16, persistent_workers=num_workers > 0)
     limits = {"limit_val_batches": limit, "val_check_interval": 4}
     assert_goes_on(cut, train=eight_batches, validation=validation, **limits)

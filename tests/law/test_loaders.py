@@ -1,4 +1,4 @@
-"""The law for map-style loaders: order, augmentations and dropout go on as if nothing had happened."""
+"""The law for map-style loaders: order, augmentations and dropout continue as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.runs import (
     fit_net,
 )
 
-# Lightning advises against shuffled validation; its randomness has to go on all the same.
+# Lightning advises against shuffled validation; its randomness has to continue all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
 
 SHORT_CUTS = {FIRST_EPOCH: FIRST_EPOCH, LATER_EPOCH: LATER_SHORT_EPOCH}
@@ -58,7 +58,7 @@ def assert_loader_goes_on(cut: Cut, num_workers: int, *, train: Callable[[int], 
 @each_num_workers
 @each_cut
 def test_shuffled(cut: Cut, num_workers: int) -> None:
-    """A shuffled loader goes on in the order of its epoch, and its validation loader draws what it would have drawn."""
+    """A shuffled loader resumes in the order of its epoch, and its validation loader draws what it would have drawn."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -70,7 +70,7 @@ def test_shuffled(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_sequential(cut: Cut, num_workers: int) -> None:
-    """A sequential loader goes on with the batch that is next, its augmentations too."""
+    """A sequential loader continues with the batch that is next, its augmentations too."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -81,7 +81,7 @@ def test_sequential(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_own_generator(cut: Cut, num_workers: int) -> None:
-    """A loader with a generator of its own goes on in its order, in the epochs behind the cut too."""
+    """A loader with a generator of its own continues in its order, in the epochs after the cut too."""
 
     def train(num_rows: int) -> DataLoader:
         data, generator = NoisyDataset(num_rows), torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_drop_last(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_weighted_random_sampler(cut: Cut, num_workers: int) -> None:
-    """A WeightedRandomSampler goes on with the samples that it drew."""
+    """A WeightedRandomSampler continues with the samples that it drew."""
 
     def train(num_rows: int) -> DataLoader:
         sampler = WeightedRandomSampler(torch.arange(1.0, num_rows + 1).tolist(), num_rows)
@@ -118,7 +118,7 @@ def test_weighted_random_sampler(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_own_batch_sampler(cut: Cut, num_workers: int) -> None:
-    """A batch sampler of the user's goes on with its own batches."""
+    """A batch sampler of the user's continues with its own batches."""
     assert_goes_on(
         cut, train=lambda: DataLoader(NoisyDataset(), batch_sampler=RaggedBatches(), num_workers=num_workers)
     )
@@ -127,7 +127,7 @@ def test_own_batch_sampler(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_sampler_that_shuffles_with_python(cut: Cut, num_workers: int) -> None:
-    """A sampler that shuffles with Python's ``random`` goes on in its order."""
+    """A sampler that shuffles with Python's ``random`` continues in its order."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -140,7 +140,7 @@ def test_sampler_that_shuffles_with_python(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_sampler_that_draws_at_every_index(cut: Cut, num_workers: int) -> None:
-    """A sampler that draws from the global generator at every index goes on exactly, with dropout in between."""
+    """A sampler that draws from the global generator at every index continues exactly, with dropout in between."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -153,7 +153,7 @@ def test_sampler_that_draws_at_every_index(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_without_batching(cut: Cut, num_workers: int) -> None:
-    """With ``batch_size=None`` each index is a batch, and the order goes on."""
+    """With ``batch_size=None`` each index is a batch, and the order continues."""
 
     def train(num_rows: int) -> DataLoader:
         data = BatchesDataset()
@@ -165,7 +165,7 @@ def test_without_batching(cut: Cut, num_workers: int) -> None:
 
 @each_short_cut
 def test_indices_in_batches_without_batching(cut: Cut) -> None:
-    """A BatchSampler that is passed as ``sampler`` with ``batch_size=None`` goes on."""
+    """A BatchSampler that is passed as ``sampler`` with ``batch_size=None`` continues."""
 
     class Rows(NoisyDataset):
         def __getitem__(self, index: list[int]) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_prefetching_far_ahead(cut: Cut, num_workers: int) -> None:
 @pytest.mark.parametrize("batch", [0, 1, 2])
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_three_workers_killed_before_each_has_delivered(batch: int, is_persistent: bool) -> None:
-    """A run that is killed before each of its workers has delivered a batch of the epoch goes on exactly."""
+    """A run that is killed before each of its workers has delivered a batch of the epoch continues exactly."""
     assert_goes_on(
         Cut(kill=8 + batch, every=1, goes_on_at=(1, batch)),
         train=lambda: DataLoader(
@@ -249,7 +249,7 @@ def test_three_workers_killed_before_each_has_delivered(batch: int, is_persisten
 
 
 def test_three_workers_stopped_before_each_has_delivered() -> None:
-    """A stop by SIGTERM before each worker has delivered does nothing twice, and the run goes on exactly."""
+    """A stop by SIGTERM before each worker has delivered does nothing twice, and the run continues exactly."""
 
     def fit(callbacks, directory):
         return fit_net(
@@ -262,7 +262,7 @@ def test_three_workers_stopped_before_each_has_delivered() -> None:
 
 @each_cut
 def test_workers_seeded_by_lightning(cut: Cut) -> None:
-    """Under ``seed_everything(workers=True)`` the workers, seeded by Lightning's own function, go on exactly."""
+    """Under ``seed_everything(workers=True)`` the workers, seeded by Lightning's own function, continue exactly."""
 
     def train() -> DataLoader:
         os.environ["PL_SEED_WORKERS"] = "1"
@@ -315,7 +315,7 @@ def test_start_methods(cut: Cut, context: str) -> None:
 @each_cut
 @pytest.mark.parametrize("kind", [UnpackingLoader, MappingLoader])
 def test_subclass_with_its_own_iter(cut: Cut, num_workers: int, kind: type[DataLoader]) -> None:
-    """A subclass whose ``__iter__`` takes batches apart, and draws, goes on exactly."""
+    """A subclass whose ``__iter__`` takes batches apart, and draws, continues exactly."""
     assert_loader_goes_on(
         cut,
         num_workers,
@@ -336,7 +336,7 @@ def test_subclass_with_its_own_iter_before_its_first_batch(kind: type[DataLoader
 @each_num_workers
 @each_cut
 def test_random_split(cut: Cut, num_workers: int) -> None:
-    """The two parts of a ``random_split`` go on, one in training and one in validation."""
+    """The two parts of a ``random_split`` continue, one in training and one in validation."""
     num_rows = 32 if num_workers else 20
 
     def part(i: int) -> DataLoader:
@@ -349,7 +349,7 @@ def test_random_split(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_concatenated(cut: Cut, num_workers: int) -> None:
-    """A ConcatDataset goes on."""
+    """A ConcatDataset continues."""
 
     def train(num_rows: int) -> DataLoader:
         data = ConcatDataset([NoisyDataset(num_rows - 12), NoisyDataset(12)])
@@ -361,7 +361,7 @@ def test_concatenated(cut: Cut, num_workers: int) -> None:
 @each_num_workers
 @each_cut
 def test_samples_fetched_all_at_once(cut: Cut, num_workers: int) -> None:
-    """A data set with ``__getitems__`` is still asked for whole batches, and goes on."""
+    """A data set with ``__getitems__`` is still asked for whole batches, and continues."""
     assert_loader_goes_on(
         cut,
         num_workers,

@@ -1,4 +1,4 @@
-"""Loggers that write files go on behind a resume as if nothing had happened."""
+"""Loggers that write files continue after a resume as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class MarkBehind(Callback):
 
 
 def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
-    """What a user has written with the step that a resume goes on at is not dropped."""
+    """What a user has written with the step that a resume continues at is not dropped."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_logging([MarkBehind(), *callbacks], directory, lambda _: True)
@@ -137,7 +137,7 @@ def test_tensorboard_loses_nothing_of_users(tmp_path: Path) -> None:
 
 
 def test_several_loggers_go_on(tmp_path: Path) -> None:
-    """Each of several loggers, some of one class, goes on in its own version."""
+    """Each of several loggers, some of one class, continues in its own version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         names = [CSVLogger(directory, name="a"), TensorBoardLogger(directory, name="b"), CSVLogger(directory, name="c")]
@@ -151,7 +151,7 @@ def test_several_loggers_go_on(tmp_path: Path) -> None:
 
 
 def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
-    """Where the script has logged before fit, the run goes on in its version, and the report says what was begun."""
+    """Where the script has logged before fit, the run continues in its version, and the report says what was begun."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         logger = CSVLogger(directory)
@@ -163,13 +163,13 @@ def test_logger_that_had_begun_before_the_fit(tmp_path: Path) -> None:
     for name in ("metrics.csv", "hparams.yaml"):
         path = f"lightning_logs/version_0/{name}"
         assert (runs.killed / path).read_bytes() == (runs.whole / path).read_bytes()
-    assert "version_1 before the fit; it goes on in" in runs.outputs[-1]
+    assert "version_1 before the fit; it continues in" in runs.outputs[-1]
 
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("fold", [0, 1])
 def test_several_fits(fold: int, shares: bool, tmp_path: Path) -> None:
-    """Fits of one script go on each in its own version, or in one that they share."""
+    """Fits of one script continue each in its own version, or in one that they share."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         shared = CSVLogger(directory)
@@ -215,7 +215,7 @@ def test_changed_logger_is_left_alone_and_told(change: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("gone", ["metrics.csv", ""])
 def test_deleted_files_are_told(gone: str, tmp_path: Path) -> None:
-    """What somebody has deleted in between is not invented: the run goes on, and the report says what is missing."""
+    """What somebody has deleted in between is not invented: the run continues, and the report says what is missing."""
     options = {"every_n_train_steps": 1}
     run(lambda: fit_logging([FaultTolerance(**options), KillAt(2)], tmp_path, CSV["default"]))
     path = tmp_path / "lightning_logs/version_0" / gone

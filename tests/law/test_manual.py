@@ -24,7 +24,7 @@ from tests.runs import Net, each_cut, fit_net
 
 
 class StatefulSampler(Sampler[int]):
-    """Goes on where its state says; the order follows from how many epochs it has begun."""
+    """Continues where its state says; the order follows from how many epochs it has begun."""
 
     def __init__(self, length: int = 32) -> None:
         self.length = length
@@ -50,7 +50,7 @@ class StatefulSampler(Sampler[int]):
 
 
 class StatefulBatches:
-    """No torch loader at all: gives noisy batches, and goes on where its state says."""
+    """No torch loader at all: gives noisy batches, and continues where its state says."""
 
     def __init__(self, *, sized: bool) -> None:
         self.sized = sized

@@ -69,7 +69,7 @@ class Stage(nn.Module):
         self.tracker.update(batch[:, 0], batch[:, 1])
 
     def finish(self) -> dict[str, Tensor]:
-        """Return what the metrics that were not logged hold, and begin anew."""
+        """Return what the metrics that were not logged hold, and begin again."""
         found = {
             "unlogged": self.unlogged.compute().sum(),
             "on_cpu": self.on_cpu.compute().std(),
@@ -249,7 +249,7 @@ def test_every_metric_behind_a_save_in_a_hook(hook: str, at: int) -> None:
 
 @pytest.mark.parametrize("hook", ["on_validation_end", pytest.param("on_train_epoch_start", marks=pytest.mark.slow)])
 def test_metrics_behind_an_exception(hook: str) -> None:
-    """A capture that is saved behind an exception has the metrics and the logged values of its moment."""
+    """A capture that is saved after an exception has the metrics and the logged values of its moment."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_every_metric(callbacks, directory)
@@ -297,7 +297,7 @@ class Mask(Net):
 
 
 def test_buffer_of_bytes() -> None:
-    """A buffer of bytes outside the ``state_dict`` goes on."""
+    """A buffer of bytes outside the ``state_dict`` continues."""
     assert_exact(list, KillAt(8), module=Mask)
 
 

@@ -32,7 +32,7 @@ from tests.runs import (
 
 @each_short_cut
 def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
-    """Masks, running statistics, moments and learning rates go on."""
+    """Masks, running statistics, moments and learning rates continue."""
     assert_goes_on(cut)
 
 
@@ -41,7 +41,7 @@ def test_dropout_batch_norm_adam_and_a_scheduler_per_step(cut: Cut) -> None:
 
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(2, (0, 2)), (3, (0, 3)), (4, (0, 4)), (6, (1, 1)), (7, (1, 2))])
 def test_accumulation(kill: int, goes_on_at: tuple[int, int]) -> None:
-    """Killed within a window of 3 batches, at its end, or in the short one at the epoch's end, gradients go on."""
+    """Killed within a window of 3 batches, at its end, or in the short one at the epoch's end, gradients continue."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, accumulate_grad_batches=3, gradient_clip_val=0.1)
@@ -84,7 +84,7 @@ class TwoOptimizers(LightningModule):
 
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(4, (0, 4)), (9, (1, 4))])
 def test_manual_optimization(kill: int, goes_on_at: tuple[int, int]) -> None:
-    """Two optimizers that are stepped by hand go on, with gradients kept across batches."""
+    """Two optimizers that are stepped by hand continue, with gradients kept across batches."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=TwoOptimizers())
@@ -119,7 +119,7 @@ class MetricNet(Net):
 
 @each_short_cut
 def test_metrics(cut: Cut) -> None:
-    """Metrics hold at the end of the epoch what they saw before and behind the cut."""
+    """Metrics hold at the end of the epoch what they saw before and after the cut."""
     assert_goes_on(cut, module=MetricNet)
 
 
@@ -226,7 +226,7 @@ class BufferNet(Net):
 
 @each_short_cut
 def test_buffers_outside_the_state_dict(cut: Cut) -> None:
-    """A buffer that is not persistent goes on."""
+    """A buffer that is not persistent continues."""
     assert_goes_on(cut, module=BufferNet)
 
 
@@ -247,7 +247,7 @@ class TableNet(Net):
 
 @pytest.mark.slow
 def test_buffers_that_training_makes_and_grows() -> None:
-    """Buffers outside the ``state_dict`` go on that the new process has in another shape still, or not at all."""
+    """Buffers outside the ``state_dict`` continue that the new process has in another shape still, or not at all."""
     assert_goes_on(FIRST_EPOCH, module=TableNet)
 
 
@@ -306,7 +306,7 @@ class Counter(Callback):
 
 @each_short_cut
 def test_callback_with_a_state(cut: Cut) -> None:
-    """A callback with a ``state_dict`` goes on from it."""
+    """A callback with a ``state_dict`` continues from it."""
     assert_goes_on(cut, users=lambda: [Counter()])
 
 

@@ -1,4 +1,4 @@
-"""ModelCheckpoints go on behind a resume as if nothing had happened: what they know, and which files there are."""
+"""ModelCheckpoints continue after a resume as if nothing had happened: what they know, and which files there are."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def assert_equal_weights(one: Path, other: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """ModelCheckpoints, of which each writes so many files; `kills` are right behind a save and between two."""
+    """ModelCheckpoints, of which each writes so many files; `kills` are right after a save and between two."""
 
     make: Callable[[Path], list[ModelCheckpoint]]
     num_files: int
@@ -141,7 +141,7 @@ SAVINGS = {
 
 @pytest.mark.parametrize("saving", SAVINGS)
 def test_model_checkpoint_goes_on(saving: str, tmp_path: Path) -> None:
-    """Killed behind a save and killed again, the run has the uninterrupted one's files, and knows the same of them."""
+    """Killed after a save and killed again, the run has the uninterrupted one's files, and knows the same of them."""
     case = SAVINGS[saving]
 
     def main(callbacks: list[Callback], directory: Path) -> None:
@@ -201,7 +201,7 @@ class OwnState(ModelCheckpoint):
 
 @pytest.mark.parametrize("given", [{}, None, {"mine": 1}], ids=str)
 def test_subclass_with_a_state_of_its_own(given: Any, tmp_path: Path) -> None:
-    """Whatever a subclass gives as its state, or nothing: what Lightning's part of it knows goes on."""
+    """Whatever a subclass gives as its state, or nothing: what Lightning's part of it knows continues."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         saving = OwnState(directory / "own", monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=2)
@@ -221,7 +221,7 @@ LOGGERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("logger", LOGGERS)
 def test_directory_of_the_logger(logger: str, tmp_path: Path) -> None:
-    """Without a directory of its own it goes on in the logger's version."""
+    """Without a directory of its own it continues in the logger's version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         saving = [ModelCheckpoint(monitor="val_loss", save_top_k=2, every_n_train_steps=2, save_last=True)]
@@ -231,7 +231,7 @@ def test_directory_of_the_logger(logger: str, tmp_path: Path) -> None:
 
 
 def test_default_callback_of_the_trainer(tmp_path: Path) -> None:
-    """The ModelCheckpoint that Lightning adds by itself goes on in the default logger's version."""
+    """The ModelCheckpoint that Lightning adds by itself continues in the default logger's version."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         fit_saving(callbacks, directory, [], logger=True)
@@ -252,7 +252,7 @@ def test_stopped_by_a_signal(hook: str, tmp_path: Path) -> None:
 
 
 def test_files_of_another_run_keep_their_names(tmp_path: Path) -> None:
-    """A name that was taken before the run began is taken behind the resume too."""
+    """A name that was taken before the run began is taken after the resume too."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         (directory / "checkpoints").mkdir(exist_ok=True)
@@ -304,7 +304,7 @@ class Told(ModelCheckpoint):
 
 
 def test_elapsed_time_goes_on(tmp_path: Path) -> None:
-    """The time since the last save by the clock counts on behind a resume."""
+    """The time since the last save by the clock counts on after a resume."""
 
     def main(*callbacks: Callback) -> None:
         fit_saving([*callbacks], tmp_path, [Told(dirpath=tmp_path, train_time_interval=timedelta(hours=1))])

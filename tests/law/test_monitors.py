@@ -1,4 +1,4 @@
-"""Timer, with it ``Trainer(max_time=...)``, and LearningRateMonitor go on behind a resume as if it were none."""
+"""Timer, with it ``Trainer(max_time=...)``, and LearningRateMonitor continue after a resume as if it were none."""
 
 from __future__ import annotations
 

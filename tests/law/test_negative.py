@@ -100,7 +100,7 @@ def test_every_part_has_a_control() -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_run_goes_on_with_all_parts(part: str) -> None:
-    """The run that needs the part goes on exactly with it."""
+    """The run that needs the part continues exactly with it."""
     assert_goes_on_without(None, NEEDS[part])
 
 

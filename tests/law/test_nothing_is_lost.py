@@ -86,7 +86,7 @@ def test_files_of_a_run_in_the_same_directory_are_not_written_over(tmp_path: Pat
 
 
 def test_refused_resume_leaves_the_metrics(tmp_path: Path) -> None:
-    """Rows behind the autosave stay where the resume is refused, and go where it is not."""
+    """Rows after the autosave stay where the resume is refused, and go where it is not."""
 
     def main(*faults: Callback, batch_size: int) -> None:
         logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)

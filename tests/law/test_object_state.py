@@ -333,7 +333,7 @@ VALUES_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in VALUES_OF_A_MODULE])
 def test_values_of_a_module(module: type[LightningModule]) -> None:
-    """Numbers, tensors, and collections go on that a module changes in its step."""
+    """Numbers, tensors, and collections continue that a module changes in its step."""
     assert_carried_and_needed(module)
 
 
@@ -488,7 +488,7 @@ TENSORS_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in TENSORS_OF_A_MODULE])
 def test_tensors_of_a_module(module: type[LightningModule]) -> None:
-    """Tensors, arrays, and networks go on that are no parameters and no buffers."""
+    """Tensors, arrays, and networks continue that are no parameters and no buffers."""
     assert_carried_and_needed(module)
 
 
@@ -729,7 +729,7 @@ OBJECTS_OF_A_MODULE = [
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in OBJECTS_OF_A_MODULE])
 def test_objects_of_a_module(module: type[LightningModule]) -> None:
-    """Objects of the users' own classes go on, with what they refer to."""
+    """Objects of the users' own classes continue, with what they refer to."""
     assert_carried_and_needed(module)
 
 
@@ -770,7 +770,7 @@ class MadeInEpochStart(Own):
 
 
 class MadeInSetup(Own):
-    """Begins with what `setup` makes, which a process that goes on calls, too."""
+    """Begins with what `setup` makes, which a process that continues calls, too."""
 
     def setup(self, stage: str) -> None:
         self.scale = 1.0
@@ -783,7 +783,7 @@ class MadeInSetup(Own):
 
 
 class MadeInFitStart(Own):
-    """Begins a list when a fit begins; a process that goes on calls the same hook."""
+    """Begins a list when a fit begins; a process that continues calls the same hook."""
 
     def on_fit_start(self) -> None:
         self.losses: list[float] = []
@@ -997,7 +997,7 @@ def test_gradients_that_are_left(module: type[LightningModule]) -> None:
 
 @pytest.mark.parametrize("module", [slowly(kind) for kind in ATTRIBUTES_THAT_CHANGE])
 def test_attributes_that_change(module: type[LightningModule]) -> None:
-    """Attributes go on that training makes, deletes, replaces, and shares."""
+    """Attributes continue that training makes, deletes, replaces, and shares."""
     assert_carried_and_needed(module)
 
 
@@ -1022,7 +1022,7 @@ class Uncopied(WarmUp):
 @each_cut
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_beside_what_cannot_be_copied(fault: Callback) -> None:
-    """A lock, an open file, a generator, and a function are left alone; what stands beside them goes on."""
+    """A lock, an open file, a generator, and a function are left alone; what stands beside them continues."""
     assert_carried(fault, module=Uncopied)
 
 
@@ -1039,7 +1039,7 @@ various = pytest.mark.parametrize(
 
 @various
 def test_interrupted_again_and_again(module: type[LightningModule]) -> None:
-    """A process that went on saves what it was given, and what it has changed."""
+    """A process that continued saves what it was given, and what it has changed."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=module())
@@ -1118,5 +1118,5 @@ for name in (
 
 @pytest.mark.parametrize("fault", [slowly(FIRST_EPOCH), LATER_EPOCH, slowly(EDGE), STOPPED, slowly(RAISED_AT_EDGE)])
 def test_all_at_once(fault: Callback) -> None:
-    """What these modules keep goes on where all of them are parts of one."""
+    """What these modules keep continues where all of them are parts of one."""
     assert_carried(fault, module=Together)

@@ -73,13 +73,13 @@ class Fits(Callback):
 
 @each_short_cut
 def test_tables(cut: Cut) -> None:
-    """A table that training replaces goes on, for all who hold it; so does one that it changes in place."""
+    """A table that training replaces continues, for all who hold it; so does one that it changes in place."""
     assert_goes_on(cut, users=lambda: [Tables()])
 
 
 @each_short_cut
 def test_a_fitted_tree_and_a_module(cut: Cut) -> None:
-    """What a library keeps in memory of its own goes on, and so does a module that was made in training."""
+    """What a library keeps in memory of its own continues, and so does a module that was made in training."""
     assert_goes_on(cut, users=lambda: [Fits()])
 
 

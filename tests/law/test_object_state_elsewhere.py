@@ -76,7 +76,7 @@ class AveragedWeights(Callback):
 
 @each_fault
 def test_averaged_weights(fault: Callback) -> None:
-    """A moving average that only a callback knows of goes on."""
+    """A moving average that only a callback knows of continues."""
     assert_carried(fault, users=lambda: [AveragedWeights()])
 
 
@@ -130,7 +130,7 @@ class Patience(Callback):
 @pytest.mark.parametrize("user", [SlowsDown, Clips, Dims, Patience])
 @each_cut
 def test_callback_without_a_state(fault: Callback, user: type[Callback]) -> None:
-    """What a callback counts, and what it has changed on others, goes on."""
+    """What a callback counts, and what it has changed on others, continues."""
     clip = {"gradient_clip_val": 5.0} if user is Clips else {}
     assert_carried(fault, users=lambda: [user()], **clip)
 
@@ -145,7 +145,7 @@ class EndsEarlier(Callback):
 
 @each_cut
 def test_callback_that_lowers_the_number_of_epochs(fault: Callback) -> None:
-    """A training that a callback has shortened is as short when it goes on."""
+    """A training that a callback has shortened is as short when it continues."""
     assert_carried(fault, users=lambda: [EndsEarlier()], max_epochs=3)
 
 
@@ -237,7 +237,7 @@ class SAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Do both, with a closure that computes the gradients anew."""
+        """Do both, with a closure that computes the gradients again."""
         closure = torch.enable_grad()(closure)
         loss = closure()
         self.first_step()
@@ -365,7 +365,7 @@ class Alternates(Net):
 @pytest.mark.parametrize("module", [Sharpness, ManualSharpness, LooksAhead, OwnSchedule, Alternates])
 @each_cut
 def test_optimizer_with_state_of_its_own(fault: Callback, module: type[LightningModule]) -> None:
-    """What an optimizer or a schedule keeps outside its state dict goes on."""
+    """What an optimizer or a schedule keeps outside its state dict continues."""
     assert_carried(fault, module=module)
 
 
@@ -396,7 +396,7 @@ class DrawsFromModule(NoisyDataset):
 @each_num_workers
 @each_cut
 def test_generators_of_a_module_in_the_data_set(fault: Callback, num_workers: int) -> None:
-    """Generators at the top of a module go on that a data set draws from."""
+    """Generators at the top of a module continue that a data set draws from."""
     assert_carried(
         fault, train=lambda: DataLoader(DrawsFromModule(20), batch_size=4, shuffle=True, num_workers=num_workers)
     )
@@ -477,7 +477,7 @@ class ClosureCounter(Own):
 @pytest.mark.parametrize("module", [DrawsInStep, ClassGenerator, ClassCounter, ClassHistory, GlobalHistory])
 @each_cut
 def test_globals_and_class_attributes(fault: Callback, module: type[LightningModule]) -> None:
-    """What training changes at the top of a module or on a class goes on."""
+    """What training changes at the top of a module or on a class continues."""
     assert_carried(fault, module=module)
 
 
@@ -505,7 +505,7 @@ def test_iterators(fault: Callback) -> None:
 
 @each_cut
 def test_closure_that_counts(fault: Callback) -> None:
-    """What a function keeps in its closure goes on."""
+    """What a function keeps in its closure continues."""
     assert_carried(fault, module=ClosureCounter)
 
 
@@ -537,7 +537,7 @@ class KeepsMetric(Own):
 
 @each_cut
 def test_metric_that_an_object_keeps(fault: Callback) -> None:
-    """A metric goes on wherever it is."""
+    """A metric continues wherever it is."""
     assert_carried(fault, module=KeepsMetric)
 
 
@@ -585,7 +585,7 @@ class LooksBack(Own):
 
 @pytest.mark.parametrize("fault", [FIRST_EPOCH, LATER_EPOCH, EDGE, STOPPED, RAISED])
 def test_logger_in_memory(fault: Callback) -> None:
-    """What a logger keeps in memory goes on."""
+    """What a logger keeps in memory continues."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=LooksBack(), logger=MemoryLogger())
@@ -626,7 +626,7 @@ class Configured(Net):
 
 @pytest.mark.parametrize("kill", [3, 5, 8])
 def test_new_constants_stand(tmp_path: Path, kill: int) -> None:
-    """A constant that was edited between two starts has its new value, and what training counts goes on."""
+    """A constant that was edited between two starts has its new value, and what training counts continues."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Configured(tmp_path))

@@ -60,7 +60,7 @@ class SetsEpoch(Net):
 
 
 class RaisesLevel(Callback):
-    """Raises the level of the data set as training goes on."""
+    """Raises the level of the data set as training continues."""
 
     def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
         trainer.train_dataloader.dataset.level += 2
@@ -123,7 +123,7 @@ class RaisesSharedLevel(Callback):
 @pytest.mark.parametrize(("dataset", "raises"), [(SharedLevel, RaisesSharedLevel), (SharedValue, RaisesSharedValue)])
 @each_cut
 def test_level_in_shared_memory(fault: Callback, dataset: type[SharedLevel], raises: type[Callback]) -> None:
-    """A tensor or a value in shared memory goes on in the memory that workers share."""
+    """A tensor or a value in shared memory continues in the memory that workers share."""
     assert_carried(
         fault,
         train=lambda: DataLoader(
@@ -134,7 +134,7 @@ def test_level_in_shared_memory(fault: Callback, dataset: type[SharedLevel], rai
 
 
 class Negatives(NoisyDataset):
-    """Gives each row with a negative, which are drawn anew when somebody says so."""
+    """Gives each row with a negative, which are drawn again when somebody says so."""
 
     def __init__(self) -> None:
         super().__init__(20)
@@ -259,7 +259,7 @@ class OwnEpoch(Sampler[int]):
 @each_num_workers
 @each_cut
 def test_sampler_with_a_state(fault: Callback, num_workers: int, sampler: type[Sampler[int]]) -> None:
-    """What a sampler keeps from epoch to epoch goes on."""
+    """What a sampler keeps from epoch to epoch continues."""
     assert_carried(
         fault,
         train=lambda: DataLoader(NoisyDataset(24), batch_size=4, sampler=sampler(), num_workers=num_workers),
@@ -293,7 +293,7 @@ class Reports(Net):
 @each_num_workers
 @each_cut
 def test_batch_sampler_that_hears_of_losses(fault: Callback, num_workers: int) -> None:
-    """What a module has told a batch sampler goes on."""
+    """What a module has told a batch sampler continues."""
     assert_carried(
         fault,
         train=lambda: DataLoader(NoisyDataset(20), batch_sampler=Buckets(), num_workers=num_workers),
@@ -314,7 +314,7 @@ class CountingCollate:
 
 @each_cut
 def test_collate_fn_that_counts(fault: Callback) -> None:
-    """A count that a ``collate_fn`` keeps in this process goes on."""
+    """A count that a ``collate_fn`` keeps in this process continues."""
     assert_carried(
         fault, train=lambda: DataLoader(NoisyDataset(20), batch_size=4, shuffle=True, collate_fn=CountingCollate())
     )
@@ -337,14 +337,14 @@ class CountingDataset(NoisyDataset):
 
 @each_fault
 def test_data_set_that_counts(fault: Callback) -> None:
-    """A count and a cache that a data set keeps in this process go on."""
+    """A count and a cache that a data set keeps in this process continue."""
     assert_carried(fault, train=lambda: DataLoader(CountingDataset(), batch_size=4, shuffle=True))
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @each_cut
 def test_data_set_that_counts_in_workers(fault: Callback, persistent_workers: bool) -> None:
-    """A count and a cache that each worker's copy of a data set keeps go on."""
+    """A count and a cache that each worker's copy of a data set keeps continue."""
     assert_carried(
         fault,
         train=lambda: DataLoader(
@@ -387,7 +387,7 @@ class RaisesDataLevel(Net):
 
 @pytest.mark.parametrize("fault", [FIRST_EPOCH, LATER_EPOCH, EDGE, IN_VALIDATION])
 def test_data_module(fault: Callback) -> None:
-    """What a data module keeps goes on, and the loaders that it makes are those of the epoch."""
+    """What a data module keeps continues, and the loaders that it makes are those of the epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, reload_dataloaders_every_n_epochs=1, max_epochs=3)

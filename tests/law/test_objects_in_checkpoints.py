@@ -95,13 +95,13 @@ class Keeps(Callback):
 
 @each_short_cut
 def test_objects_of_a_module(cut: Cut) -> None:
-    """A DataFrame, encoders, and a dataclass that the module's hooks save go on as they were."""
+    """A DataFrame, encoders, and a dataclass that the module's hooks save continue as they were."""
     assert_goes_on(cut, module=WithTable)
 
 
 @each_short_cut
 def test_objects_of_a_callback(cut: Cut) -> None:
-    """A metric, a module, and a path in the state of a callback go on as they were."""
+    """A metric, a module, and a path in the state of a callback continue as they were."""
     assert_goes_on(cut, users=lambda: [Keeps()])
 
 
@@ -179,7 +179,7 @@ def test_written_behind_training() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_each_rank_has_its_own(strategy: str) -> None:
-    """Each rank goes on with the objects of its own callback, in one file and beside shards."""
+    """Each rank continues with the objects of its own callback, in one file and beside shards."""
     more: dict[str, Any] = {} if strategy == "ddp" else {"module": ShardedNet, "strategy": fsdp2()}
     assert_ranks_go_on(FIRST_EPOCH, users=lambda: [Keeps()], **more)
 

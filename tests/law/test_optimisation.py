@@ -63,7 +63,7 @@ def plateau(interval: str, frequency: int) -> Callable[[LightningModule, Any], A
 @each_short_cut
 @pytest.mark.parametrize("make", [cosine, one_cycle, chained])
 def test_schedulers(make: Any, cut: Cut) -> None:
-    """Schedulers that step per epoch, per step, or every second step, and one sized by the trainer, go on."""
+    """Schedulers that step per epoch, per step, or every second step, and one sized by the trainer, continue."""
     assert_goes_on(cut, module=lambda: ScheduledNet(make), max_epochs=3)
 
 
@@ -82,7 +82,7 @@ def test_plateau_schedulers(interval: str, frequency: int, kill: int) -> None:
 
 @pytest.mark.parametrize("kill", [3, 7])
 def test_plateau_scheduler_behind_a_validation_run_that_was_cut(kill: int) -> None:
-    """Killed in the validation run on which a plateau scheduler waits, the restart steps it once, behind that run."""
+    """Killed in the validation run on which a plateau scheduler waits, the restart steps it once, after that run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         module = ScheduledNet(plateau("step", 4))
@@ -102,7 +102,7 @@ def test_one_cycle_under_accumulation(cut: Cut) -> None:
 
 @each_short_cut
 def test_bfloat16(cut: Cut) -> None:
-    """Mixed precision goes on in mixed precision."""
+    """Mixed precision continues in mixed precision."""
     assert_goes_on(cut, precision="bf16-mixed", gradient_clip_val=0.5, gradient_clip_algorithm="norm")
 
 
@@ -155,7 +155,7 @@ class SecondOrderNet(Net):
 
 @each_short_cut
 def test_optimizer_that_calls_its_closure_again(cut: Cut) -> None:
-    """LBFGS goes on with its history."""
+    """LBFGS continues with its history."""
     assert_goes_on(cut, module=SecondOrderNet)
 
 
@@ -211,7 +211,7 @@ class Arm(Callback):
 
 @each_short_cut
 def test_teacher(cut: Cut) -> None:
-    """A teacher that is moved by hand goes on, its running statistics and its masks too."""
+    """A teacher that is moved by hand continues, its running statistics and its masks too."""
     assert_goes_on(cut, module=Teacher)
 
 
@@ -227,7 +227,7 @@ def test_teacher(cut: Cut) -> None:
     ],
 )
 def test_exception_around_a_teacher_that_moves(fails: str, goes_on_at: tuple[int, int], accumulate: int) -> None:
-    """Before it has moved, the boundary is saved; behind that the last autosave stays: never half a step."""
+    """Before it has moved, the boundary is saved; after that the last autosave stays: never half a step."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Teacher(fails), accumulate_grad_batches=accumulate)
@@ -281,7 +281,7 @@ class Gan(LightningModule):
 
 @pytest.mark.parametrize(("kill", "goes_on_at"), [(3, (0, 3)), (8, (1, 3))])
 def test_two_optimizers_by_hand(kill: int, goes_on_at: tuple[int, int]) -> None:
-    """Generator and discriminator go on, each with its optimizer and scheduler."""
+    """Generator and discriminator continue, each with its optimizer and scheduler."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         return fit_net(callbacks, directory, module=Gan())

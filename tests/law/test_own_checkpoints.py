@@ -1,4 +1,4 @@
-"""A run that goes on from a file of its ModelCheckpoint: the rest of the hook that wrote it is done too."""
+"""A run that continues from a file of its ModelCheckpoint: the rest of the hook that wrote it is done too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KillBehindSave(Callback):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run that is killed right behind each of these saves, when the rest of that hook is still to be done."""
+    """A run that is killed right after each of these saves, when the rest of that hook is still to be done."""
 
     make: Callable[[Path], list[ModelCheckpoint]]
     saves: tuple[int, ...] = (3, 4)
@@ -144,7 +144,7 @@ def test_copy_of_the_file_is_enough(name: str, tmp_path: Path) -> None:
 
 
 def test_file_of_the_end_of_the_fit(tmp_path: Path) -> None:
-    """What ModelCheckpoint wrote behind the last batch of all is known behind a resume that trains no batch more."""
+    """What ModelCheckpoint wrote after the last batch of all is known after a resume that trains no batch more."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
         fit_saving(callbacks, directory, [at(directory, every_n_train_steps=100, save_last=True)], ckpt_path=path)
@@ -177,7 +177,7 @@ def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
 
     protected = {"every_n_train_steps": 1000, "dirpath": tmp_path / "autosaves"}
     saved = run(lambda: main([FaultTolerance(**protected), KillAt(7)]))
-    assert "the rest of Own.on_train_batch_end stood behind the hook that saved" in saved.output
+    assert "the rest of Own.on_train_batch_end stood after the hook that saved" in saved.output
     ended = run(lambda: main([FaultTolerance(**protected), KillAt(3)], tmp_path / "epoch=0-step=6.ckpt"))
     assert "epoch=0-step=6.ckpt can't be resumed exactly. To start from that file" in ended.output
     assert "Resumed exactly before batch 0 of epoch 0" in ended.output
@@ -188,7 +188,7 @@ def test_hook_of_the_users_own_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 def test_files_of_a_run_that_came_to_its_end_are_left_alone(tmp_path: Path) -> None:
-    """Who begins anew from a file of a finished run gets a version of his own, as without us."""
+    """Who begins again from a file of a finished run gets a version of his own, as without us."""
 
     def main(callbacks: list[Callback], path: Path | None = None) -> None:
         saving = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=3)]
@@ -206,7 +206,7 @@ def test_files_of_a_run_that_came_to_its_end_are_left_alone(tmp_path: Path) -> N
 
 
 def test_logger_goes_on_where_the_file_was_written(tmp_path: Path) -> None:
-    """A killed run that goes on from a file of its own logs to its own version, behind the rows of that file."""
+    """A killed run that continues from a file of its own logs to its own version, after the rows of that file."""
 
     def main(callbacks: list[Callback], directory: Path, path: Path | None = None) -> None:
         saving = [ModelCheckpoint(save_top_k=-1, every_n_train_steps=3)]

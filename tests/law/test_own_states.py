@@ -39,7 +39,7 @@ def stateful(data: Callable[[], Any], num_workers: int, **arguments: Any) -> Cal
 @each_num_workers
 @each_cut
 def test_stateful_dataloader(cut: Cut, num_workers: int) -> None:
-    """It goes on in its order, with the random draws in its workers, in training and in validation."""
+    """It continues in its order, with the random draws in its workers, in training and in validation."""
     assert_goes_on(
         cut,
         train=stateful(HoldingDataset, num_workers, shuffle=True),
@@ -49,7 +49,7 @@ def test_stateful_dataloader(cut: Cut, num_workers: int) -> None:
 
 @each_cut
 def test_workers_of_stateful_dataloaders_that_live_on(cut: Cut) -> None:
-    """Persistent workers go on with their draws, in later epochs too."""
+    """Persistent workers continue with their draws, in later epochs too."""
     train = stateful(NoisyDataset, 2, shuffle=True, persistent_workers=True, snapshot_every_n_steps=3)
     validation = stateful(lambda: NoisyDataset(8), 2, persistent_workers=True)
     assert_goes_on(cut, train=train, validation=validation, max_epochs=3)
@@ -71,14 +71,14 @@ class Seen(NoisyDataset):
         return {"num_seen": self.num_seen}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on counting."""
+        """Continue counting."""
         self.num_seen = state_dict["num_seen"]
 
 
 @each_num_workers
 @each_cut
 def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
-    """The state that a map-style data set keeps, which torchdata restores, goes on in each worker."""
+    """The state that a map-style data set keeps, which torchdata restores, continues in each worker."""
     is_persistent = num_workers > 0
     assert_goes_on(cut, train=stateful(Seen, num_workers, shuffle=True, persistent_workers=is_persistent), max_epochs=3)
 
@@ -87,12 +87,12 @@ def test_state_of_a_data_set(cut: Cut, num_workers: int) -> None:
 @each_cut
 @pytest.mark.parametrize("stream", [Stream, StatefulStream])
 def test_iterable_data_sets_in_a_stateful_dataloader(cut: Cut, num_workers: int, stream: Callable[[], Any]) -> None:
-    """Iterable data sets, with a state and without, go on as in torch's own loader."""
+    """Iterable data sets, with a state and without, continue as in torch's own loader."""
     assert_goes_on(cut, train=stateful(stream, num_workers))
 
 
 def test_workers_of_a_stateful_dataloader_that_run_out() -> None:
-    """Where one worker runs out before the other, the batches go on in the same turns."""
+    """Where one worker runs out before the other, the batches continue in the same turns."""
     assert_goes_on(Cut(kill=7, every=1, goes_on_at=(0, 7)), train=stateful(UnevenStream, 2), max_epochs=1)
 
 
@@ -105,7 +105,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 @each_num_workers
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers_of_torchdata(name: str, num_workers: int) -> None:
-    """Samplers that have a state go on in their order, by a replay."""
+    """Samplers that have a state continue in their order, by a replay."""
 
     def train() -> StatefulDataLoader[Any]:
         return StatefulDataLoader(NoisyDataset(), batch_size=4, sampler=SAMPLERS[name](), num_workers=num_workers)
@@ -123,7 +123,7 @@ class UnpackingStateful(StatefulDataLoader[Any]):
 
 @each_num_workers
 def test_subclass_of_a_stateful_dataloader(num_workers: int) -> None:
-    """A class of the user's whose ``__iter__`` is a generator goes on."""
+    """A class of the user's whose ``__iter__`` is a generator continues."""
 
     def train() -> Any:
         return UnpackingStateful(NoisyDataset(), batch_size=4, collate_fn=NoisyCollate(), num_workers=num_workers)
@@ -284,7 +284,7 @@ def test_loader_with_a_state_that_cant_be_exact(case: str, tmp_path: Path) -> No
 
 
 def test_state_loaded_by_the_script_at_a_restart() -> None:
-    """A script that loads a loader's state where it finds one moves a loader that goes on no second time."""
+    """A script that loads a loader's state where it finds one moves a loader that continues no second time."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = told_where() if any(directory.rglob("autosave-*.ckpt")) else stateful(NoisyDataset, 0)()
@@ -334,7 +334,7 @@ def test_checkpoint_from_before(tmp_path: Path) -> None:
 
 @each_cut
 def test_own_loader(cut: Cut) -> None:
-    """A loader that is no DataLoader goes on by its own state, and draws what it would have drawn."""
+    """A loader that is no DataLoader continues by its own state, and draws what it would have drawn."""
     assert_goes_on(cut, train=Prefetching, validation=Prefetching, max_epochs=3)
 
 
@@ -389,7 +389,7 @@ class CountingLoader(DataLoader[Any]):
         return {"num_given": self.num_given}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on counting."""
+        """Continue counting."""
         self.num_given = state_dict["num_given"]
 
 
@@ -405,7 +405,7 @@ class Plain(Dataset[Tensor]):
 
 @each_cut
 def test_dataloader_with_a_state_of_the_users(cut: Cut) -> None:
-    """A subclass of torch's loader without workers goes on by the state that the user has given it."""
+    """A subclass of torch's loader without workers continues by the state that the user has given it."""
     assert_goes_on(cut, train=lambda: CountingLoader(Plain(), batch_size=4))
 
 

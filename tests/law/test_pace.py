@@ -36,7 +36,7 @@ class Slow(Net):
 
 
 class Begins(Callback):
-    """Notes when a process has started, and from which step it goes on."""
+    """Notes when a process has started, and from which step it continues."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -99,7 +99,7 @@ def test_resumed_fit_does_not_write_what_it_has_read(tmp_path: Path) -> None:
     assert told(tmp_path, "names") == [before]
     stopped = run(lambda: fit_eight([protected(), KillAt(0, signum=signal.SIGTERM)], tmp_path), seed=6)
     assert "Resumed exactly before batch 3 of epoch 0" in stopped.output
-    assert "go on before batch 4 of epoch 0" in stopped.output
+    assert "continue before batch 4 of epoch 0" in stopped.output
 
 
 def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_resumed_fit_saves_at_once_where_the_autosave_is_another_state(tmp_path:
 
 
 def test_killed_at_each_start_of_a_resumed_fit() -> None:
-    """Killed before anything new is saved, twice, a run goes on from the same autosave, exactly."""
+    """Killed before anything new is saved, twice, a run continues from the same autosave, exactly."""
     faults = [KillAt(5), KillAt(2), KillAt(2)]
     costs = assert_resumes_exactly(fit_eight, [[fault] for fault in faults], options={"every_n_train_steps": 4})
     assert [(cost.epoch, cost.batch) for cost in costs] == [(0, 4)] * 3

@@ -40,13 +40,13 @@ class Unfreezes(Net):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 12])
 def test_added_groups(kill: int) -> None:
-    """Killed before, in and behind the epochs that add groups, the optimizer has those that it had."""
+    """Killed before, in and after the epochs that add groups, the optimizer has those that it had."""
     [cost] = assert_exact(list, KillAt(kill), module=Unfreezes, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
 
 def test_added_groups_again_and_again() -> None:
-    """A run that goes on from one that went on has all groups, too, those of both."""
+    """A run that continues from one that continued has all groups, too, those of both."""
     assert_exact(list, KillAt(6), KillAt(5), KillAt(2), module=Unfreezes, max_epochs=4)
 
 
@@ -113,7 +113,7 @@ def test_an_exception_beside_a_change(options: dict[str, Any]) -> None:
 
 
 class Strange(Net):
-    """Gives its optimizer a tensor of its own, behind the first epoch."""
+    """Gives its optimizer a tensor of its own, after the first epoch."""
 
     def on_train_epoch_end(self) -> None:
         [optimizer] = self.trainer.optimizers
@@ -130,7 +130,7 @@ def test_a_tensor_that_is_no_parameter_is_refused() -> None:
 
 
 class Replaces(Net):
-    """Goes on with another optimizer in the second epoch, or with another scheduler."""
+    """Continues with another optimizer in the second epoch, or with another scheduler."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def assert_goes_on_with(
     module: Callable[[], LightningModule] = Net,
     **arguments: Any,
 ) -> Interruption:
-    """Hold a run to the law that has `before` workers until `cut`, and `after` behind it.
+    """Hold a run to the law that has `before` workers until `cut`, and `after` after it.
 
     The uninterrupted run has `before`; the one after it, which is compared to it, has `after`.
     """
@@ -170,20 +170,20 @@ def test_capture_does_not_hide_a_change_of_workers() -> None:
 
 
 def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> None:
-    """A sampler whose order depends on when torch asks it can't go on exactly with other workers: it says so."""
+    """A sampler whose order depends on when torch asks it can't continue exactly with other workers: it says so."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         num_workers = 2 if list(directory.rglob("autosave-*.ckpt")) else 0
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
         return fit_net(callbacks, directory, train=train)
 
-    with pytest.raises(NotTheSame, match="draws random numbers while it goes on, and the number of workers"):
+    with pytest.raises(NotTheSame, match="draws random numbers while it continues, and the number of workers"):
         assert_resumes_exactly(fit, [KillAt(5)], options={**OPTIONS, "every_n_train_steps": 1})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sampler_that_draws_as_it_goes_on_with_as_many_workers(num_workers: int) -> None:
-    """With as many workers such a sampler goes on exactly."""
+    """With as many workers such a sampler continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
@@ -203,7 +203,7 @@ def test_refused_in_the_next_epoch_too(kills: tuple[int, ...]) -> None:
 
     # Of three runs, the second leaves an autosave of its own, with as many workers as the third.
     faults = [KillAt(kill) for kill in kills]
-    with pytest.raises(NotTheSame, match="draws random numbers while it goes on, and the number of workers"):
+    with pytest.raises(NotTheSame, match="draws random numbers while it continues, and the number of workers"):
         assert_resumes_exactly(fit, faults, options={**OPTIONS, "every_n_train_steps": 1})
 
 
@@ -257,7 +257,7 @@ def test_loader_without_a_length_beside_a_cycled_one(kill: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_workers: int) -> None:
-    """With as many workers, such a sampler of a loader without a length goes on exactly."""
+    """With as many workers, such a sampler of a loader without a length continues exactly."""
 
     def fit(callbacks: list[Any], directory: Path) -> Trainer:
         train = Unsized(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
@@ -270,7 +270,7 @@ def test_sampler_that_draws_as_it_goes_on_behind_a_batch_fetched_ahead(num_worke
 
 
 class NoisySquares(Squares):
-    """Draws as it goes on; each worker gives 3 batches."""
+    """Draws as it continues; each worker gives 3 batches."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return (square + torch.randn(()) for square in islice(super().__iter__(), 12))
@@ -278,7 +278,7 @@ class NoisySquares(Squares):
 
 @pytest.mark.parametrize("iterable_workers", [0, 2])
 def test_iterable_data_set_beside_a_seeded_one(iterable_workers: int) -> None:
-    """An iterable data set with as many workers goes on exactly, while the number of the other loader's changes."""
+    """An iterable data set with as many workers continues exactly, while the number of the other loader's changes."""
 
     def make(*, num_workers: int) -> dict[str, DataLoader]:
         stream = DataLoader(NoisySquares(), batch_size=4, num_workers=iterable_workers)
@@ -311,7 +311,7 @@ class _Seen(NoisyDataset):
 def test_epochs_and_loaders_draw_different_numbers() -> None:
     """No two samples of a run draw the same: not in one epoch, not in another, not in validation."""
     seeds, seen = LoaderSeeds(), []
-    for place in ("train/0", "validation/0", "train/0"):  # made anew, as Lightning may do every epoch
+    for place in ("train/0", "validation/0", "train/0"):  # made again, as Lightning may do every epoch
         loader = DataLoader(_Seen(), batch_size=4)
         tracked = TrackedLoader(loader, seeds=seeds.of(place)).copy_of(loader)
         seen += [row for _ in range(2) for batch in tracked for row in batch.tolist()]

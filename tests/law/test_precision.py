@@ -19,7 +19,7 @@ OPTIONS = {"every_n_train_steps": 1}
 
 
 class DoubleNet(Net):
-    """Becomes double when its fit starts: behind the load of a checkpoint."""
+    """Becomes double when its fit starts: after the load of a checkpoint."""
 
     def on_fit_start(self) -> None:
         self.double()

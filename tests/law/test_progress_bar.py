@@ -1,4 +1,4 @@
-"""Progress bars stand, behind a resume in the middle of an epoch, where the run stands."""
+"""Progress bars stand, after a resume in the middle of an epoch, where the run stands."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_bar_goes_on(bar: str, kill: int, tmp_path: Path) -> None:
     ],
 )
 def test_bar_is_no_obstacle_behind_a_save_in_a_hook(bar: str, hook: str, is_behind: bool) -> None:
-    """A run goes on from a checkpoint of any hook, whether the bar's own was called by then or is still to be."""
+    """A run continues from a checkpoint of any hook, whether the bar's own was called by then or is still to be."""
 
     def users() -> list[Callback]:
         both = [saver(hook, 1), BARS[bar]()]

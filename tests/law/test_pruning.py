@@ -38,7 +38,7 @@ class Decays(PlainNet):
 
 @pytest.mark.parametrize("kill", [3, 5, 7, 12])
 def test_pruning(kill: int) -> None:
-    """Killed before and behind the first pruning, masks and the first weights, to which it goes back, are there."""
+    """Killed before and after the first pruning, masks and the first weights, to which it goes back, are there."""
     [cost] = assert_exact(pruning, KillAt(kill), module=PlainNet, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, 5)
 
@@ -54,7 +54,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kill", [2, 12])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_ways_to_prune(arguments: dict[str, Any], kill: int) -> None:
-    """Whatever it prunes by and when, what the masks hide goes on too."""
+    """Whatever it prunes by and when, what the masks hide continues too."""
     [cost] = assert_exact(
         lambda: pruning(**arguments), KillAt(kill), module=Decays, max_epochs=4, accumulate_grad_batches=2
     )
@@ -63,7 +63,7 @@ def test_ways_to_prune(arguments: dict[str, Any], kill: int) -> None:
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end", "on_validation_end"])
 def test_exception_beside_pruning(hook: str) -> None:
-    """What is saved behind an exception is never between two prunings."""
+    """What is saved after an exception is never between two prunings."""
     [cost] = assert_exact(pruning, RaiseAt(hook, 1), module=PlainNet, max_epochs=3, options=ALWAYS)
     assert cost.exit_code == 1
 
@@ -73,7 +73,7 @@ def test_exception_beside_pruning(hook: str) -> None:
     ("hook", "at"), [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_batch_end", 7)]
 )
 def test_saved_beside_pruning(hook: str, at: int, in_front: bool) -> None:
-    """A checkpoint that somebody saves in front of a pruning, or behind it, goes on exactly."""
+    """A checkpoint that somebody saves in front of a pruning, or after it, continues exactly."""
     both = (lambda: [saver(hook, at), *pruning()]) if in_front else (lambda: [*pruning(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, module=PlainNet, max_epochs=3)
 
@@ -92,7 +92,7 @@ class ByHand(PlainNet):
 
 @pytest.mark.parametrize("kill", [4, pytest.param(9, marks=pytest.mark.slow)])
 def test_pruning_by_hand(kill: int) -> None:
-    """Masks of a hook's go on, also right before the next pruning, which chooses by what the last pass has seen."""
+    """Masks of a hook's continue, also right before the next pruning, which chooses by what the last pass has seen."""
     [cost] = assert_exact(list, KillAt(kill), module=ByHand, accumulate_grad_batches=2)
     assert (cost.epoch, cost.batch) == divmod(kill, 5)
 
@@ -110,7 +110,7 @@ def test_pruning_at_each_start() -> None:
 
 
 def test_pruned_run_whose_masks_are_gone_does_not_grow(tmp_path: Path) -> None:
-    """More epochs behind a fit that has removed its masks are refused."""
+    """More epochs after a fit that has removed its masks are refused."""
 
     def main(max_epochs: int) -> None:
         fit_net([*pruning(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)

@@ -49,7 +49,7 @@ def assert_ranks_go_on_from(hook: str, at: int, *, module: type[LightningModule]
 @pytest.mark.slow
 @pytest.mark.parametrize("hook", CALLS)
 def test_saved_in_a_hook(hook: str) -> None:
-    """Resumed from a checkpoint of a callback's hook, each rank goes on exactly."""
+    """Resumed from a checkpoint of a callback's hook, each rank continues exactly."""
     assert_ranks_go_on_from(hook, CALLS[hook])
 
 
@@ -159,5 +159,5 @@ def test_weights_that_have_drifted_apart_are_refused() -> None:
 def test_gradients_of_rank_0_are_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rank 0's gradients on all ranks it does not."""
     monkeypatch.setattr(resume, "state_of", of_first_rank("gradients"))
-    with pytest.raises(NotTheSame, match="the run that goes on from"):
+    with pytest.raises(NotTheSame, match="the run that continues from"):
         assert_ranks_go_on_from("on_train_batch_end", 3, accumulate_grad_batches=3)

@@ -1,4 +1,4 @@
-"""Several ranks that are asked to stop do so at one place, saved, and go on from there exactly."""
+"""Several ranks that are asked to stop do so at one place, saved, and continue from there exactly."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_rank_that_is_asked_to_stop_in_validation(rank: int) -> None:
 
 @pytest.mark.slow
 def test_stop_in_an_accumulation_window() -> None:
-    """The gradients of a window that is stopped in its middle go on."""
+    """The gradients of a window that is stopped in its middle continue."""
     cost = stop_ranks([KillAt(4, signum=TERM, rank=1)], accumulate_grad_batches=3)
     assert (cost.exit_code, cost.num_batches_twice) == (143, 0)
 

@@ -1,4 +1,4 @@
-"""Several ranks: each goes on where it was, with its own generators, loaders, metrics, logged values and gradients."""
+"""Several ranks: each resumes where it was, with its own generators, loaders, metrics, logged values and gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = for_ranks
     ids=["no-workers", "workers"],
 )
 def test_two_ranks_go_on(num_workers: int, cut: Cut, rank: int) -> None:
-    """With one rank killed, both go on exactly where they were."""
+    """With one rank killed, both continue exactly where they were."""
     assert_ranks_go_on(cut, rank=rank, train=lambda: shuffled(num_workers))
 
 
@@ -50,7 +50,7 @@ def test_three_ranks_go_on(num_workers: int, cut: Cut, rank: int | None) -> None
 
 @pytest.mark.slow
 def test_broken_again_and_again() -> None:
-    """So does a run that is killed on one rank after the other, inside a batch, behind one and in validation."""
+    """So does a run that is killed on one rank after the other, inside a batch, after one and in validation."""
     faults = [
         KillAt(2, rank=1),
         KillAt(1, hook="end", rank=0),
@@ -115,7 +115,7 @@ class HoldingByRank(HoldingDataset):
 
 @pytest.mark.slow
 def test_windows_of_three_batches() -> None:
-    """With accumulation and workers, norms of their own and a buffer that nobody synchronises, they go on exactly."""
+    """With accumulation and workers, norms of their own and a buffer that nobody synchronises, they resume exactly."""
     cut = Cut(kill=13, every=1, goes_on_at=(1, 3))
     assert_ranks_go_on(
         cut, accumulate_grad_batches=3, train=lambda: shuffled(2), module=OwnBuffers, limit_val_batches=0
@@ -213,7 +213,7 @@ def test_callbacks_of_each_rank() -> None:
 
 @pytest.mark.slow
 def test_other_seed_of_the_distributed_sampler_is_refused(tmp_path: Path) -> None:
-    """A restart whose script seeds Lightning with another number would shuffle anew from the next epoch on."""
+    """A restart whose script seeds Lightning with another number would shuffle again from the next epoch on."""
 
     def fit(callbacks: list[Any], directory: Path) -> Any:
         number = len(list(directory.parent.glob("run-*-rank-0.jsonl")))

@@ -28,5 +28,5 @@ class ManualNet(RankNet):
 
 
 def test_each_rank_keeps_its_buffers() -> None:
-    """A rank whose batch norm has seen other batches than rank 0's goes on with its own statistics."""
+    """A rank whose batch norm has seen other batches than rank 0's continues with its own statistics."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=ManualNet)

@@ -1,4 +1,4 @@
-"""Loaders that are asked for anew each epoch: the old ones go, and a user's CombinedLoader may be given again."""
+"""Loaders that are asked for again each epoch: the old ones go, and a user's CombinedLoader may be given again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runs import Net, each_num_workers, make_trainer
 
 
 class Anew(Net):
-    """Makes its data set and its loader anew each time, and counts what is there at the end of each epoch."""
+    """Makes its data set and its loader again each time, and counts what is there at the end of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Curriculum(Net):
 
 
 def test_loader_of_another_epoch() -> None:
-    """Behind a resume, too, loaders that are asked for anew may be others than those of the epoch before."""
+    """After a resume, too, loaders that are asked for again may be others than those of the epoch before."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         trainer = make_trainer(callbacks, directory, max_epochs=3, reload_dataloaders_every_n_epochs=1)
@@ -86,7 +86,7 @@ class Again(Net):
 
 @each_num_workers
 def test_combined_loader_that_is_given_again(num_workers: int) -> None:
-    """It holds the copies that were followed by then; the run goes on exactly, and they are taken out again."""
+    """It holds the copies that were followed by then; the run continues exactly, and they are taken out again."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         module = Again(num_workers)

@@ -39,7 +39,7 @@ class FewClients(Callback):
 
 
 def test_killed_run_that_saves_behind_training_goes_on_from_s3(s3: str) -> None:
-    """With async_save, too, killed while uploads go on; at most the one in flight is lost."""
+    """With async_save, too, killed while uploads continue; at most the one in flight is lost."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         train = DataLoader(NoisyDataset(16), batch_size=4, shuffle=True)

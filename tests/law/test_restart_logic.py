@@ -73,7 +73,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("interval", "expected", "line"),
     [(1, "before batch 3", f"step=2.ckpt is not further on. To start from that file all the same, {ONCE}"),
-     (100, "behind the step of batch 1", "step=2.ckpt is further on than the autosave")],
+     (100, "after the step of batch 1", "step=2.ckpt is further on than the autosave")],
 )  # fmt: skip
 def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, tmp_path: Path) -> None:
     """Be it the autosave or the file of this run that the script has found: the log says which, and why."""
@@ -87,7 +87,7 @@ def test_the_furthest_wins(interval: int, expected: str, line: str, whole: Any, 
 
 
 def test_killed_again_and_again(whole: Any, tmp_path: Path) -> None:
-    """It holds for each start: from a file, then from an autosave behind it, then from a later file."""
+    """It holds for each start: from a file, then from an autosave after it, then from a later file."""
     killed(tmp_path, newest(tmp_path), 3, every_n_train_steps=100)
     killed(tmp_path, newest(tmp_path), 2, every_n_train_steps=1)
     killed(tmp_path, newest(tmp_path), 1, every_n_train_steps=100)
@@ -111,7 +111,7 @@ def test_one_of_another_run_wins(tmp_path: Path) -> None:
         killed(tmp_path / name, None, 3)
     ended = restarted(tmp_path / "one", at_step(tmp_path / "other", 2))
     assert "superseded" in ended.output
-    assert "Resumed exactly behind the step of batch 1" in ended.output
+    assert "Resumed exactly after the step of batch 1" in ended.output
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning")

@@ -340,7 +340,7 @@ def test_discard_leaves_a_run_that_is_in_use(tmp_path: Path, registry: Registry)
 
 
 class Waits(Callback):
-    """Waits in its second batch until it may go on."""
+    """Waits in its second batch until it may continue."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -433,7 +433,7 @@ def test_first_start_is_kept(tmp_path: Path, registry: Registry) -> None:
 
 
 def test_registry_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on without, and says so."""
+    """Training continues without, and says so."""
     (tmp_path / "file").touch()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "registry"))
     ended = start(tmp_path, "runs")

@@ -1,4 +1,4 @@
-"""The law for this package's own samplers: nobody calls ``advance``, and a run goes on exactly where it was cut."""
+"""The law for this package's own samplers: nobody calls ``advance``, and a run continues exactly where it was cut."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_sampler_goes_on_without_advance(cut: Cut, kind: str) -> None:
 
 @pytest.mark.parametrize("cut", [FIRST_EPOCH, LATER_EPOCH], ids=["first-epoch", "later-epoch"])
 def test_a_user_who_calls_advance_all_the_same_breaks_nothing(cut: Cut) -> None:
-    """The sampler's own count goes on as well, so that its epochs begin and end as in the uninterrupted run."""
+    """The sampler's own count continues as well, so that its epochs begin and end as in the uninterrupted run."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         sampler = InterruptibleSampler(range(32))
@@ -93,7 +93,7 @@ def test_ten_billion_samples_resume_at_once(worker_rng: str) -> None:
 
 
 def test_per_sample_goes_on() -> None:
-    """Samples that are seeded one by one have the same seeds behind a resume in the middle of the second epoch."""
+    """Samples that are seeded one by one have the same seeds after a resume in the middle of the second epoch."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         loader = DataLoader(NoisyDataset(), batch_size=4, sampler=InterruptibleSampler(range(32)))
@@ -113,7 +113,7 @@ def two_ranks(callbacks: list[Callback], directory: Path, *, order: str) -> Trai
 
 
 def test_two_ranks_go_on() -> None:
-    """Each rank goes on in its own part of the order; the sampler, made before the ranks, finds them."""
+    """Each rank continues in its own part of the order; the sampler, made before the ranks, finds them."""
     fit = functools.partial(two_ranks, order="feistel")
     [cost] = assert_resumes_exactly(fit, [KillAt(11)], options={"every_n_train_steps": 1}, num_ranks=2)
     assert (cost.epoch, cost.batch) == (1, 3)
@@ -144,6 +144,6 @@ def test_a_resumable_loader_is_followed_as_any_other() -> None:
 
 
 def test_a_run_killed_at_the_start_of_an_epoch_and_again_in_it_goes_on_exactly() -> None:
-    """An order that no batch was drawn of yet goes on, and what it was drawn from is known to the next process too."""
+    """An order that no batch was drawn of yet resumes, and what it was drawn from is known to the next process too."""
     costs = assert_exact(list, KillAt(5), KillAt(3), KillAt(1))
     assert [(cost.epoch, cost.batch) for cost in costs] == [(1, 0), (1, 3), (1, 4)]

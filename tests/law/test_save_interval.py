@@ -33,7 +33,7 @@ class Timed(Net):
         self.others: list[float] = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        time.sleep(0.03)  # what no thread can do behind training
+        time.sleep(0.03)  # what no thread can do in the background
         self.is_saving = True
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -82,7 +82,7 @@ def period_of(saves: list[tuple[float, float]]) -> float:
 
 @pytest.mark.slow
 def test_share_of_the_time_that_goes_into_saving(tmp_path: Path) -> None:
-    """The share is kept and made use of; only what training waits for counts: saves behind it come more often."""
+    """The share is kept and made use of; only what training waits for counts: saves after it come more often."""
     at_once, behind = (saves_of_a_fit(tmp_path / str(mode), async_save=mode) for mode in (False, True))
     for saves in (at_once, behind):
         assert len(saves) == NUM_SAVES

@@ -1,4 +1,4 @@
-"""Strategies that shard: a run that is killed goes on exactly, from a directory that each rank wrote its part of."""
+"""Strategies that shard: a run that is killed continues exactly, from a directory that each rank wrote its part of."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def same_rows() -> DataLoader[Any]:
 
 
 def test_fsdp2_goes_on() -> None:
-    """With one rank of FSDP2 killed, both go on exactly where they were, each with its own batch norm."""
+    """With one rank of FSDP2 killed, both continue exactly where they were, each with its own batch norm."""
     cut = Cut(kill=2, every=1, goes_on_at=(0, 2))
     limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
     assert_ranks_go_on(cut, rank=0, module=ShardedNet, strategy=fsdp2(), **limits)
@@ -50,7 +50,7 @@ def test_fsdp2_goes_on_in_a_later_epoch() -> None:
 def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
     """An optimizer that waits for its first step, and gathers gradients, is saved and restored as it is.
 
-    Right behind a validation run, where FSDP2 holds the whole module.
+    Right after a validation run, where FSDP2 holds the whole module.
     """
     strategy = fsdp2(save_distributed_checkpoint=is_sharded)
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TwoOptimizersNet, strategy=strategy, val_check_interval=3)
@@ -58,14 +58,14 @@ def test_optimizers_that_have_made_no_step(is_sharded: bool) -> None:
 
 @pytest.mark.slow
 def test_fsdp2_with_one_file_goes_on() -> None:
-    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all go on exactly."""
+    """With ``save_distributed_checkpoint=False`` rank 0 writes one file, from which all continue exactly."""
     strategy = fsdp2(save_distributed_checkpoint=False)
     assert_ranks_go_on(FIRST_EPOCH, rank=0, module=ShardedNet, strategy=strategy)
 
 
 @pytest.mark.slow
 def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
-    """Behind a validation run, where FSDP2 holds the whole module, and with accumulation all go on exactly."""
+    """After a validation run, where FSDP2 holds the whole module, and with accumulation all continue exactly."""
     cut = Cut(kill=6, every=2, goes_on_at=(0, 6))
     arguments = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     assert_ranks_go_on(cut, rank=1, module=ShardedNet, strategy=fsdp2(), **arguments)
@@ -73,7 +73,7 @@ def test_fsdp2_with_accumulation_and_validation_goes_on() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_goes_on() -> None:
-    """With one rank of a module that is cut over ranks killed, both go on exactly where they were."""
+    """With one rank of a module that is cut over ranks killed, both continue exactly where they were."""
     arguments: dict[str, Any] = {"train": same_rows, "limit_val_batches": 0}
     assert_ranks_go_on(FIRST_EPOCH, rank=1, module=TensorParallelNet, strategy=tensor_parallel(), **arguments)
 
@@ -82,7 +82,7 @@ def test_tensor_parallel_goes_on() -> None:
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["directory", "file"])
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start"])
 def test_checkpoints_that_others_ask_for_go_on(hook: str, is_sharded: bool) -> None:
-    """What a callback has saved in a hook, behind a batch and before a validation run, is gone on from exactly, too."""
+    """What a callback has saved in a hook, after a batch and before a validation run, is resumed from exactly, too."""
     assert_goes_on_from(
         hook,
         users=lambda: [saver(hook, 1)],
@@ -126,5 +126,5 @@ def test_tensor_parallel_is_not_for_other_ranks(size: int, error: str) -> None:
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
 def test_fsdp1_goes_on() -> None:
-    """With one rank of FSDP1 killed, both go on exactly where they were."""
+    """With one rank of FSDP1 killed, both continue exactly where they were."""
     assert_ranks_go_on(FIRST_EPOCH, rank=1, strategy=Fsdp1OnCpu(state_dict_type="sharded"))

@@ -1,4 +1,4 @@
-"""SpikeDetection finds behind a resume the spikes that it would have found, and no others."""
+"""SpikeDetection finds after a resume the spikes that it would have found, and no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Spiky(Net):
 
 
 class Shows(Callback):
-    """Logs what a SpikeDetection holds: before a batch its last value, behind it its mean."""
+    """Logs what a SpikeDetection holds: before a batch its last value, after it its mean."""
 
     def __init__(self, detection: SpikeDetection) -> None:
         self.detection = detection
@@ -60,7 +60,7 @@ def test_running_mean_goes_on(cut: Cut) -> None:
 
 @pytest.mark.slow
 def test_each_rank_has_its_own() -> None:
-    """Each rank goes on with the window and the last value of its own losses."""
+    """Each rank continues with the window and the last value of its own losses."""
     assert_ranks_go_on(FIRST_EPOCH, users=calm)
 
 
@@ -73,7 +73,7 @@ def find_spike(directory: Path, *callbacks: Callback) -> None:
 
 @pytest.mark.parametrize("kill", [SPIKE, SPIKE - 2, 3])
 def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
-    """A spike is found at its batch, even at the first behind the resume, though it takes the losses before it."""
+    """A spike is found at its batch, even at the first after the resume, though it takes the losses before it."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     options: dict[str, Any] = {"every_n_train_steps": 1, "dirpath": tmp_path / "autosaves"}
@@ -88,12 +88,12 @@ def test_spike_behind_a_resume(kill: int, tmp_path: Path) -> None:
 
 
 def test_saved_in_a_hook() -> None:
-    """A checkpoint that somebody saves goes on exactly too."""
+    """A checkpoint that somebody saves continues exactly too."""
     assert_goes_on_from("on_validation_end", users=lambda: [saver("on_validation_end", 0), *calm()])
 
 
 def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> None:
-    """One saved in front of its hook for the end of a batch can't go on exactly, and says so instead of failing."""
+    """One saved in front of its hook for the end of a batch can't continue exactly, and says so instead of failing."""
 
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
@@ -104,4 +104,4 @@ def test_checkpoint_that_needs_its_outcome_again_is_refused(tmp_path: Path) -> N
     assert saved.exit_code == 0, saved.output
     ended = run(lambda: main(tmp_path / NAME))
     assert ended.exit_code == 1
-    assert "SpikeDetection.on_train_batch_end stood behind the hook that saved" in ended.output
+    assert "SpikeDetection.on_train_batch_end stood after the hook that saved" in ended.output

@@ -40,7 +40,7 @@ class LoadsAnother(Net):
 
 def test_weights_that_cant_be_put_back_are_named() -> None:
     """Where the file has other weights than were loaded, a hook that changes those is refused."""
-    with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight behind the load of the checkpoint"):
+    with pytest.raises(NotTheSame, match=r"has changed layers\.0\.weight after the load of the checkpoint"):
         assert_goes_on(FIRST_EPOCH, module=LoadsAnother)
 
 
@@ -57,5 +57,5 @@ class LazyNet(Net):
 
 
 def test_lazy_modules() -> None:
-    """A module whose shapes are not known when it is loaded goes on, and once more."""
+    """A module whose shapes are not known when it is loaded continues, and once more."""
     assert_exact(list, KillAt(3), KillAt(3), module=LazyNet)

@@ -66,7 +66,7 @@ def swa(strategy: str = "cos") -> list[Callback]:
     [*((NormNet, kill) for kill in (3, 5, 6, 12, 15, 19)), *((kind, 12) for kind in (PlainNet, UnscheduledNet))],
 )
 def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
-    """Killed before the averaging, in its epochs and between them, averages and schedule go on."""
+    """Killed before the averaging, in its epochs and between them, averages and schedule continue."""
     [cost] = assert_exact(swa, KillAt(kill), module=module, max_epochs=4)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
 
@@ -74,7 +74,7 @@ def test_stochastic_weight_averaging(module: Any, kill: int) -> None:
 @pytest.mark.parametrize("strategy", ["cos", "linear"])
 @pytest.mark.parametrize("kill", [21, 22, 24])
 def test_stochastic_weight_averaging_in_the_epoch_that_updates_batch_norm(kill: int, strategy: str) -> None:
-    """Killed in the last epoch, which trains nothing, the running statistics go on."""
+    """Killed in the last epoch, which trains nothing, the running statistics continue."""
     options = {"train_time_interval": timedelta(microseconds=1)}  # it steps no optimizer
     [cost] = assert_exact(lambda: swa(strategy), KillAt(kill), module=NormNet, max_epochs=4, options=options)
     assert (cost.epoch, cost.batch) == divmod(kill, NUM_BATCHES)
@@ -104,7 +104,7 @@ def test_stochastic_weight_averaging_beside_accumulation_by_epoch() -> None:
 @pytest.mark.parametrize("kill", [4, 9, 24])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int) -> None:
-    """Killed or stopped in the validation run of an epoch before, in and behind the averaging, it goes on."""
+    """Killed or stopped in the validation run of an epoch before, in and after the averaging, it continues."""
     options = {**ALWAYS, "train_time_interval": timedelta(microseconds=1)}
     fault = KillAt(kill, hook="validation", signum=signum)
     [cost] = assert_exact(swa, fault, module=NormNet, max_epochs=4, options=options)
@@ -114,7 +114,7 @@ def test_stochastic_weight_averaging_in_a_validation_run(signum: int, kill: int)
 @pytest.mark.parametrize("epoch", [1, 2, 4])
 @pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_epoch_end"])
 def test_exception_beside_stochastic_weight_averaging(hook: str, epoch: int) -> None:
-    """What is saved behind an exception at the seams of its epochs is the state from before the seam."""
+    """What is saved after an exception at the seams of its epochs is the state from before the seam."""
     [cost] = assert_exact(swa, RaiseAt(hook, epoch), module=NormNet, max_epochs=4, options=ALWAYS)
     assert cost.exit_code == 1
 
@@ -155,7 +155,7 @@ def weight_averaging() -> list[Callback]:
 
 @pytest.mark.parametrize("users", [swa, *[weight_averaging] * len(WEIGHT_AVERAGING)])
 def test_finished_run_with_averages_does_not_grow(users: Any, tmp_path: Path) -> None:
-    """More epochs behind a fit that ended with averaged weights are refused: the trained ones are gone."""
+    """More epochs after a fit that ended with averaged weights are refused: the trained ones are gone."""
 
     def main(max_epochs: int) -> None:
         fit_net([*users(), FaultTolerance()], tmp_path, module=PlainNet(), max_epochs=max_epochs)

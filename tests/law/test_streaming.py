@@ -1,4 +1,4 @@
-"""The law for this package's streaming data sets: order and augmentations go on, and no sample is read again."""
+"""The law for this package's streaming data sets: order and augmentations continue, and no sample is read again."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_other_loaders_go_on(data: str, short_data: str, way: str) -> None:
 
 
 def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
-    """Killed before the first batch of the third epoch, the run goes on with that epoch's order."""
+    """Killed before the first batch of the third epoch, the run continues with that epoch's order."""
     cut = Cut(kill=10, every=5, goes_on_at=(2, 0))
     assert_goes_on(cut, train=lambda: loader(short_data), validation=lambda: loader(short_data), max_epochs=3)
 
@@ -115,7 +115,7 @@ def test_a_state_at_the_end_of_an_epoch(short_data: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one loader", "two loaders", "passed on by two data sets"])
 def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> None:
-    """Its epochs are trained and validated in turn, also by a run that goes on where one of them begins."""
+    """Its epochs are trained and validated in turn, also by a run that continues where one of them begins."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         dataset = Augmented(data, shuffle=True, batch_size=4)
@@ -132,7 +132,7 @@ def test_training_and_validation_may_share_a_data_set(data: str, way: str) -> No
 
 
 def test_two_ranks_go_on(data: str) -> None:
-    """Each rank goes on in its own part, with its own augmentations."""
+    """Each rank continues in its own part, with its own augmentations."""
 
     def fit(callbacks: list[Callback], directory: Path) -> Trainer:
         dataset = Augmented(data, shuffle=True, batch_size=2)
@@ -186,7 +186,7 @@ def test_other_numbers_of_ranks_and_workers_go_on(data: str, legs: list[tuple[in
 
 
 def test_another_number_of_workers_goes_on(data: str) -> None:
-    """The same ranks go on with two workers where there were none, if that is allowed."""
+    """The same ranks continue with two workers where there were none, if that is allowed."""
     plan = Plan(
         options={"elastic": True},
         make_dataset=lambda length: Indexed(data, shuffle=length > 7),
@@ -202,7 +202,7 @@ def test_another_number_of_workers_goes_on(data: str) -> None:
 
 @pytest.mark.slow
 def test_other_ranks_go_on_with_a_data_set_that_is_shared(data: str) -> None:
-    """Where its epoch only starts, too: it is not the one of the validation that comes behind it."""
+    """Where its epoch only starts, too: it is not the one of the validation that comes after it."""
     made: dict[int, Indexed] = {}
 
     def run(*legs: Leg) -> list[list[list[int]]]:

@@ -1,4 +1,4 @@
-"""ThroughputMonitor counts on behind a resume, and its time and rates are those of training alone."""
+"""ThroughputMonitor counts on after a resume, and its time and rates are those of training alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("in_front", [True, False], ids=["in front", "behind"])
 @each_cut
 def test_counters_times_and_rates_go_on(cut: Cut, in_front: bool, tmp_path: Path) -> None:
-    """Each row is the uninterrupted run's, those of validation runs and the first behind the resume included."""
+    """Each row is the uninterrupted run's, those of validation runs and the first after the resume included."""
 
     def main(callbacks: list[Callback], directory: Path) -> None:
         ordered = [monitor(), *callbacks] if in_front else [*callbacks, monitor()]
@@ -93,7 +93,7 @@ def test_the_clock_is_no_difference() -> None:
 
 @pytest.mark.slow
 def test_only_the_first_rank_counts() -> None:
-    """With two ranks, of which one keeps nothing, both go on."""
+    """With two ranks, of which one keeps nothing, both continue."""
     module = type("MeasuredRank", (RankNet,), {"flops_per_batch": 64})
     assert_ranks_go_on(FIRST_EPOCH, users=lambda: [monitor()], module=module, log_every_n_steps=100)
 
@@ -108,7 +108,7 @@ def test_saved_in_front_of_its_hook() -> None:
 
 
 def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> None:
-    """One saved in front of its hook for the end of a batch can't go on exactly, and says so instead of failing."""
+    """One saved in front of its hook for the end of a batch can't continue exactly, and says so instead of failing."""
 
     def main(path: Path | None) -> None:
         saving = [saver("on_train_batch_end", 2)] if path is None else []
@@ -119,4 +119,4 @@ def test_checkpoint_that_needs_its_batch_again_is_refused(tmp_path: Path) -> Non
     assert saved.exit_code == 0, saved.output
     ended = run(lambda: main(tmp_path / NAME))
     assert ended.exit_code == 1
-    assert "ThroughputMonitor.on_train_batch_end stood behind the hook that saved" in ended.output
+    assert "ThroughputMonitor.on_train_batch_end stood after the hook that saved" in ended.output

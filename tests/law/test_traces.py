@@ -176,7 +176,7 @@ def test_finders_find_the_same(finder: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("finder", ["learning rate", "batch size"])
 def test_a_run_with_a_finder_among_its_callbacks_resumes(finder: str, tmp_path: Path) -> None:
-    """A run whose callbacks hold a finder, killed and run again, goes on from its autosave as if uninterrupted."""
+    """A run whose callbacks hold a finder, killed and run again, continues from its autosave as if uninterrupted."""
 
     def main(name: str, *faults: Callback) -> None:
         finders = {
@@ -196,7 +196,7 @@ def test_a_run_with_a_finder_among_its_callbacks_resumes(finder: str, tmp_path: 
 
 
 def test_environment_variable_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unchanged script goes on exactly when the environment switches the package on."""
+    """An unchanged script continues exactly when the environment switches the package on."""
     monkeypatch.setenv("PL_FAULT_TOLERANT_TRAINING", "1")
 
     def main(name: str, *callbacks: Callback) -> None:
@@ -225,7 +225,7 @@ def test_second_sigint_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
-    """A stop ends the process: the script does not go on as if training had ended."""
+    """A stop ends the process: the script does not continue as if training had ended."""
 
     def main() -> None:
         fit_net([protected(), KillAt(2, signum=signal.SIGTERM)], tmp_path)
@@ -237,7 +237,7 @@ def test_nothing_behind_fit_runs_after_a_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end", "on_fit_end"])
 def test_stop_signal_when_the_fit_is_all_but_over(hook: str, tmp_path: Path) -> None:
-    """A stop behind the last batch ends the process too; the fit is finished, and is not trained again."""
+    """A stop after the last batch ends the process too; the fit is finished, and is not trained again."""
 
     class Late(Callback):
         def _strike(self, name: str) -> None:

@@ -48,7 +48,7 @@ def test_shortest_loader_ends_the_epoch(num_workers: int) -> None:
 
 
 def test_persistent_workers_of_several_loaders() -> None:
-    """Workers that live on over cycles and epochs go on with the random states that they had."""
+    """Workers that live on over cycles and epochs continue with the random states that they had."""
     cut = Cut(kill=21, every=20, goes_on_at=(2, 4))
     assert_goes_on(cut, train=lambda: pair(2, persistent_workers=True), module=TwoLoaders, max_epochs=3)
 

@@ -93,7 +93,7 @@ def shared(outside: Path) -> Path:
 
 
 def assert_resumed(ended: Ended) -> None:
-    """Hold a fit to have gone on, with its objects."""
+    """Hold a fit to have continued, with its objects."""
     assert ended.exit_code == 0, ended.output
     assert "Resumed exactly before batch 3 of epoch 0" in ended.output
     assert "got back ['left', 'right'] /data" in ended.output

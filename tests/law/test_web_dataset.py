@@ -84,7 +84,7 @@ def fit(callbacks: list[Callback], directory: Path, dataset: Any, num_workers: i
 @pytest.mark.parametrize("make", [fluid, slowly(of_stages), slowly(resampled)])
 @pytest.mark.parametrize("fault", [LATER_EPOCH, slowly(EDGE)])
 def test_with_a_seed(fault: Callback, make: Callable[[list[str]], Any], num_workers: int, shards: list[str]) -> None:
-    """A pipeline with a seed goes on where it was."""
+    """A pipeline with a seed continues where it was."""
     assert_resumes_exactly(
         lambda callbacks, directory: fit(callbacks, directory, make(shards), num_workers), [fault], options=EVERY_STEP
     )

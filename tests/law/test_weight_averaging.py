@@ -30,7 +30,7 @@ def ema(**arguments: Any) -> Callable[[], list[Callback]]:
 @pytest.mark.parametrize("kill", [1, 5, 9])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_exponential_average(accumulate: int, kill: int) -> None:
-    """The averaged weights and their number go on."""
+    """The averaged weights and their number continue."""
     users = ema(update_every_n_steps=2, update_starting_at_step=1)
     options = {"train_time_interval": timedelta(microseconds=1)}
     [cost] = assert_exact(users, KillAt(kill), accumulate_grad_batches=accumulate, options=options)
@@ -109,14 +109,14 @@ def test_extra_state_beside_an_exponential_average() -> None:
     ("hook", "at"), [("on_train_batch_end", 7), ("on_train_epoch_end", 0), ("on_validation_end", 1)]
 )
 def test_saved_beside_an_exponential_average(hook: str, at: int, in_front: bool) -> None:
-    """A checkpoint that somebody saves in a hook, in front of the average's or behind it, goes on exactly."""
+    """A checkpoint that somebody saves in a hook, in front of the average's or after it, continues exactly."""
     users = ema(update_starting_at_epoch=0)
     both = (lambda: [saver(hook, at), *users()]) if in_front else (lambda: [*users(), saver(hook, at)])
     assert_goes_on_from(hook, users=both, max_epochs=3)
 
 
 def test_saved_with_swapped_weights_is_refused() -> None:
-    """A checkpoint from inside a validation run holds swapped weights: it is refused as a state to go on from."""
+    """A checkpoint from inside a validation run holds swapped weights: it is refused as a state to continue from."""
     hook = "on_validation_batch_end"
     with pytest.raises(AssertionError, match=r"NotExactError.*can't be resumed exactly.*parameters have moved"):
         assert_goes_on_from(hook, users=lambda: [*ema()(), saver(hook, 1)])

@@ -1,4 +1,4 @@
-"""Which run is it: several fits, several commands, several checkpoints, and which of them a restart goes on from."""
+"""Which run is it: several fits, several commands, several checkpoints, and which of them a restart continues from."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def folds(directory: Path, kill: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("fold", [0, 1, 2])
 def test_killed_in_one_of_several_fits(fold: int, tmp_path: Path) -> None:
-    """Fits that had ended are restored and train no batch again; the one that was killed goes on."""
+    """Fits that had ended are restored and train no batch again; the one that was killed continues."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     assert run(lambda: folds(tmp_path / "whole", None)).exit_code == 0
@@ -109,7 +109,7 @@ def fit_and_test(directory: Path, *, kill_in_test: bool) -> None:
 
 
 def test_killed_in_test_after_fit(tmp_path: Path) -> None:
-    """A fit that came to its end is not trained again, and the script goes on from the same random states."""
+    """A fit that came to its end is not trained again, and the script continues from the same random states."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert run(lambda: fit_and_test(tmp_path / "whole", kill_in_test=False)).exit_code == 0
@@ -153,7 +153,7 @@ def test_more_epochs_go_on_from_the_end(tmp_path: Path) -> None:
 
 
 def test_max_epochs_may_be_raised_in_the_middle(tmp_path: Path) -> None:
-    """A killed fit goes on with more epochs than it was started with."""
+    """A killed fit continues with more epochs than it was started with."""
     run(lambda: tell(tmp_path, "long", weights(fit_net([], tmp_path / "long", max_epochs=3))))
     run(lambda: fit_net([protected(), KillAt(3)], tmp_path / "short", max_epochs=2))
     ended = run(lambda: tell(tmp_path, "s", weights(fit_net([protected()], tmp_path / "short", max_epochs=3))), seed=99)
@@ -165,7 +165,7 @@ def test_max_epochs_may_be_raised_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_another_run(tmp_path: Path) -> None:
-    """A sweep in one directory does not mix: each command goes on from its own autosaves."""
+    """A sweep in one directory does not mix: each command continues from its own autosaves."""
 
     def main(name: str, *faults: Callback) -> None:
         count = CountBatches()
@@ -219,13 +219,13 @@ def pretrained(tmp_path: Path) -> Path:
 
 
 def finetune(directory: Path, path: Path, *faults: Callback) -> None:
-    """Go on from a pretrained checkpoint."""
+    """Continue from a pretrained checkpoint."""
     trainer = fit_net([protected(), *faults], directory, ckpt_path=path)
     tell(directory, "weights", weights(trainer))
 
 
 def test_pretrained_checkpoint_does_not_start_over(pretrained: Path, tmp_path: Path) -> None:
-    """A fit that was started from a checkpoint, killed and run again goes on rather than starting from it again."""
+    """A fit that was started from a checkpoint, killed and run again continues rather than starting from it again."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     assert run(lambda: finetune(tmp_path / "whole", pretrained)).exit_code == 0
@@ -249,7 +249,7 @@ def test_another_explicit_checkpoint_wins(pretrained: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available")
-@pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 3"), (100, "behind the step of batch 1")])
+@pytest.mark.parametrize(("interval", "expected"), [(1, "before batch 3"), (100, "after the step of batch 1")])
 def test_last_and_autosave_the_furthest_wins(interval: int, expected: str, tmp_path: Path) -> None:
     """With ckpt_path="last" our autosave is taken where it is further on, ModelCheckpoint's file where that is."""
 
@@ -351,7 +351,7 @@ class TunedNet(Net):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_run_is_refused_with_both_values(change: str, tmp_path: Path) -> None:
-    """What was changed between two starts is named with both values; strict=False goes on."""
+    """What was changed between two starts is named with both values; strict=False continues."""
 
     def main(*callbacks: Callback, learning_rate: float = 0.01, train: Any = None, **arguments: Any) -> None:
         train = train or DataLoader(Subset(NoisyDataset(40), range(20)), batch_size=4, shuffle=True)
@@ -381,7 +381,7 @@ class Probe(Callback):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_fits_inside_a_fit(is_shared: bool, tmp_path: Path) -> None:
-    """A fit in a callback of another is not counted: behind a resume it is trained, not taken from an earlier epoch."""
+    """A fit in a callback of another is not counted: after a resume it is trained, not taken from an earlier epoch."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def main(directory: Path, *faults: Callback) -> None:

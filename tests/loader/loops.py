@@ -71,7 +71,7 @@ def start_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 
 def loop(loader: DataLoader[Any], *, num_epochs: int) -> list[Event]:
-    """Return what a loop without any tracker sees: its batches, and draws of its own behind each."""
+    """Return what a loop without any tracker sees: its batches, and draws of its own after each."""
     events = []
     for epoch in range(num_epochs):
         start_epoch(loader, epoch)

@@ -1,4 +1,4 @@
-"""An epoch that other ranks go on with: each sample once, in the order of the permutation, whoever consumes it."""
+"""An epoch that other ranks continue with: each sample once, in the order of the permutation, whoever consumes it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Ranks:
             self.loaders.append(tracker.copy_of(loader))
 
     def resume(self, states: Sequence[Any], **more: Any) -> None:
-        """Go on from the states of other ranks."""
+        """Continue from the states of other ranks."""
         state = safe(state_for_others(states, num_left=more.get("num_left")))
         for tracker in self.trackers:
             tracker.load_state_dict(state)
 
     def run(self, num_batches: int | None = None) -> tuple[Batches, list[Any]]:
-        """Return what the ranks consume together, batch by batch, and their states behind it."""
+        """Return what the ranks consume together, batch by batch, and their states after it."""
         consumed, states = [], []
         iterators = []
         for loader in self.loaders:
@@ -178,7 +178,7 @@ def test_new_workers_draw_anew() -> None:
 
 
 def test_other_workers_go_on_in_the_order() -> None:
-    """With another number of workers the order goes on, and what the new ones draw was not drawn before."""
+    """With another number of workers the order continues, and what the new ones draw was not drawn before."""
     for before, after in ((2, 0), (0, 3), (2, 3)):
         expected = permutation(1)
         consumed, states = Ranks(1, 2, num_workers=before).run(3)
@@ -239,7 +239,7 @@ def test_limited_batches_end_where_they_would_have() -> None:
 
 
 def test_an_unknown_order_is_refused() -> None:
-    """A sampler of the user's own is refused when it saved, and when it is to go on."""
+    """A sampler of the user's own is refused when it saved, and when it is to continue."""
     weighted = {"shuffle": None, "sampler": WeightedRandomSampler([1.0] * 22, 22)}
     _, states = Ranks(1, 2, **weighted).run(1)
     with pytest.raises(NotExactError, match="its sampler is none of torch's"):
@@ -271,6 +271,6 @@ def test_a_position_of_one_rank_is_refused(state: dict[str, Any], reason: str) -
 
 
 def test_a_seed_and_an_epoch_may_be_more_than_torch_takes() -> None:
-    """They go on from 0, as in the sampler whose order it is."""
+    """They continue from 0, as in the sampler whose order it is."""
     beyond = GlobalOrder(length=9, shuffles=True, seed=2**64 + 3)
     assert beyond.indices().tolist() == GlobalOrder(length=9, shuffles=True, seed=3).indices().tolist()

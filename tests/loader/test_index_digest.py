@@ -62,7 +62,7 @@ def test_no_two_are_the_same() -> None:
 
 
 def test_it_depends_on_all_batches() -> None:
-    """A first batch that differs is seen behind any number of batches that don't."""
+    """A first batch that differs is seen after any number of batches that don't."""
     same = [[i] for i in range(100)]
     assert digest([7], *same) != digest([8], *same)
     assert digest([7], *same) == digest([7], *same)

@@ -33,7 +33,7 @@ def begin(sampler: Any, **arguments: Any) -> tuple[IndexSide, Iterator[Any]]:
 
 
 def resume(sampler: Any, state: Any, position: int, *, strict: bool = True) -> tuple[IndexSide, Iterator[Any]]:
-    """Go on at `position` of a state."""
+    """Continue at `position` of a state."""
     side = make(sampler)
     side.strict = strict
     side.begin(plan_from_state(state, position), new_workers=True)
@@ -431,7 +431,7 @@ class OwnIterator:
 
 
 def test_sampler_that_is_its_own_iterator_is_begun_once() -> None:
-    """It goes on where it was, as the samplers of lhotse do."""
+    """It continues where it was, as the samplers of lhotse do."""
     seed(1)
     side, iterator = begin(OwnIterator())
     given = [next(iterator) for _ in range(4)]

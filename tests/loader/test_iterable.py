@@ -35,7 +35,7 @@ class Equipped(IterableDataset[Tensor]):
 
 
 class Plain(IterableDataset[Tensor]):
-    """Keeps where it is on itself, begins anew each time, and was made at another time in each process."""
+    """Keeps where it is on itself, begins again each time, and was made at another time in each process."""
 
     num_made = 0
 
@@ -89,7 +89,7 @@ def tracked(dataset: IterableDataset[Any], workers: str, *, strict: bool = True)
 
 
 def state_at(dataset: IterableDataset[Any], workers: str, *, num_iterations: int, consumed: int | None) -> Any:
-    """Return the state behind some iterations, or behind `consumed` batches of the next one."""
+    """Return the state after some iterations, or after `consumed` batches of the next one."""
     tracker, loader = tracked(dataset, workers)
     for epoch in range(num_iterations):
         if isinstance(dataset, Told):
@@ -119,7 +119,7 @@ def test_generator_that_is_gone_is_refused(workers: str) -> None:
 
 @each_workers
 def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog: pytest.LogCaptureFixture) -> None:
-    """If not strict it goes on, and the main process says so."""
+    """If not strict it continues, and the main process says so."""
     seed(1)
     state = state_at(Equipped(random.Random(3)), workers, num_iterations=1, consumed=2)
     tracker, loader = tracked(Equipped(), workers, strict=False)
@@ -138,7 +138,7 @@ def test_generator_that_is_gone_is_announced_if_not_strict(workers: str, caplog:
 @pytest.mark.parametrize("kind", [Counting, Holding])
 @each_workers
 def test_count_of_iterations(workers: str, kind: type[Plain], consumed: int | None) -> None:
-    """A data set that counts its iterations in an attribute, and gives other samples in each, goes on with them."""
+    """A data set that counts its iterations in an attribute, and gives other samples in each, continues with them."""
     state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
     tracker, loader = tracked(kind(), workers)
     tracker.load_state_dict(state)
@@ -151,7 +151,7 @@ def test_count_of_iterations(workers: str, kind: type[Plain], consumed: int | No
 @pytest.mark.parametrize("kind", [Plain, Told])
 @each_workers
 def test_place_that_is_kept_is_no_hidden_state(workers: str, kind: type[Plain], consumed: int | None) -> None:
-    """A data set that keeps its place, or its epoch, on itself and begins anew each time goes on."""
+    """A data set that keeps its place, or its epoch, on itself and begins again each time continues."""
     state = state_at(kind(), workers, num_iterations=2, consumed=consumed)
     tracker, loader = tracked(kind(), workers)
     tracker.load_state_dict(state)

@@ -13,7 +13,7 @@ from tests.loader.loops import Drawing, own_draws, seed
 
 
 def rest(loader: ResumableDataLoader[Any], states: list[Any] | None = None) -> list[Any]:
-    """Return what a loop sees up to the end of the second epoch; note the state before it, and behind each batch."""
+    """Return what a loop sees up to the end of the second epoch; note the state before it, and after each batch."""
     events = []
     states = [] if states is None else states
     states.append(loader.state_dict())

@@ -14,7 +14,7 @@ from tests.loader.loops import Drawing, seed
 
 
 class Failing(Drawing):
-    """Fails behind its draws."""
+    """Fails after its draws."""
 
     def __getitem__(self, index: int) -> Tensor:
         super().__getitem__(index)
@@ -35,7 +35,7 @@ def test_batches_do_not_depend_on_the_number_of_workers() -> None:
 
 
 def test_own_generator_moves_on_alike() -> None:
-    """The draw of torch's sampler behind its last index is kept, also where workers draw the epoch at once."""
+    """The draw of torch's sampler after its last index is kept, also where workers draw the epoch at once."""
 
     def drawn(num_workers: int) -> tuple[list[Tensor], Tensor]:
         generator = torch.Generator().manual_seed(5)
@@ -53,7 +53,7 @@ def test_own_generator_moves_on_alike() -> None:
 
 
 def test_a_fetch_in_the_process_leaves_the_generators() -> None:
-    """Without workers, the global and the held generators are behind a fetch as before, also behind one that fails."""
+    """Without workers, the global and the held generators are after a fetch as before, also after one that fails."""
     for data in (Drawing(4), Failing(4)):
         loader = DataLoader(data, batch_size=2)
         tracked = TrackedLoader(loader, seeds=SampleSeeds(seed=3)).copy_of(loader)

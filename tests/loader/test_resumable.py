@@ -44,7 +44,7 @@ class Stream(IterableDataset[float]):
 
 
 class OwnIterator(IterableDataset[float]):
-    """Is its own iterator, and begins anew whenever it is asked for one."""
+    """Is its own iterator, and begins again whenever it is asked for one."""
 
     def __iter__(self) -> Iterator[Any]:
         self.place = 0
@@ -90,7 +90,7 @@ def run(
 
 
 def assert_resumes(make: Make, *, num_epochs: int = 3, every: int = 1) -> None:
-    """Assert that from each position of a run, all of it is gone on with exactly, by a loader that is made anew."""
+    """Assert that from each position of a run, all of it is continued with exactly, by a loader that is made again."""
     seed(1)
     reference = [(epoch, batch, *draws) for epoch, _, batch, *draws in loop(_plain(make()), num_epochs=num_epochs)]
     saved: dict[int, Any] = {}
@@ -102,7 +102,7 @@ def assert_resumes(make: Make, *, num_epochs: int = 3, every: int = 1) -> None:
         seed(200 + position)
         loader.load_state_dict(saved[position])
         assert _same(loader.state_dict(), saved[position])
-        assert run(loader, num_epochs=num_epochs) == reference[position:], f"cut behind batch {position}"
+        assert run(loader, num_epochs=num_epochs) == reference[position:], f"cut after batch {position}"
 
 
 def _plain(loader: ResumableDataLoader[Any]) -> DataLoader[Any]:
@@ -148,7 +148,7 @@ MAPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", MAPS)
 def test_every_position_resumes_exactly(kind: str) -> None:
-    """In each of three epochs, before the first iteration and behind each batch, the last ones included."""
+    """In each of three epochs, before the first iteration and after each batch, the last ones included."""
     assert_resumes(lambda: ResumableDataLoader(**MAPS[kind]()))
 
 
@@ -161,12 +161,12 @@ WORKERS = {
 @pytest.mark.parametrize("kind", ["shuffled", "iterable"])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_every_position_resumes_exactly_with_workers(kind: str, workers: str) -> None:
-    """The draws of the workers go on too, whether they live for an epoch or for all of them."""
+    """The draws of the workers continue too, whether they live for an epoch or for all of them."""
     assert_resumes(lambda: ResumableDataLoader(**MAPS[kind](), **WORKERS[workers]), num_epochs=2, every=2)
 
 
 def test_samples_seeded_one_by_one_resume_with_another_number_of_workers() -> None:
-    """With worker_rng="per_sample" the draws of the samples go on alike with 0 workers and with 2."""
+    """With worker_rng="per_sample" the draws of the samples continue alike with 0 workers and with 2."""
 
     def make(num_workers: int) -> ResumableDataLoader[Any]:
         data = TensorDataset(torch.arange(9.0))
@@ -212,7 +212,7 @@ def small(**arguments: Any) -> ResumableDataLoader[Any]:
 
 
 def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() -> None:
-    """A state that is taken between ``iter`` and the first ``next``, here or behind a resume, begins with batch 0."""
+    """A state that is taken between ``iter`` and the first ``next``, here or after a resume, begins with batch 0."""
     seed(1)
     loader = small()
     batches = iter(loader)
@@ -229,7 +229,7 @@ def test_a_state_before_the_first_batch_of_an_iteration_has_all_its_batches() ->
 
 
 def test_a_loop_left_by_break_goes_on_behind_its_last_batch() -> None:
-    """A state that is taken behind the loop, as for a stop, has the rest of the epoch."""
+    """A state that is taken after the loop, as for a stop, has the rest of the epoch."""
     seed(1)
     whole = [listed(batch) for batch in small()]
     seed(1)
@@ -244,7 +244,7 @@ def test_a_loop_left_by_break_goes_on_behind_its_last_batch() -> None:
 
 
 def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
-    """Behind `end_epoch` the loop ends by itself, and a state begins the next epoch; without it, that is refused."""
+    """After `end_epoch` the loop ends by itself, and a state begins the next epoch; without it, that is refused."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:
         events = []
@@ -269,7 +269,7 @@ def test_an_epoch_that_is_cut_short_on_purpose_is_ended() -> None:
         loader.end_epoch()
     next(iter(loader))
     loader.state_dict()
-    with pytest.raises(NotExactError, match="behind batch 1 of epoch 0"):
+    with pytest.raises(NotExactError, match="after batch 1 of epoch 0"):
         iter(loader)
 
 
@@ -347,13 +347,13 @@ def test_the_state_of_another_loader_is_refused(other: Make, message: str) -> No
     """Another length, batch size, `drop_last`, sampler, number of workers or mode is named, with both values."""
     loader = small()
     states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
-    for state in (*states[:2], loader.state_dict()):  # before, in and behind the epoch
+    for state in (*states[:2], loader.state_dict()):  # before, in and after the epoch
         with pytest.raises(FingerprintMismatchError, match=message):
             other().load_state_dict(state)
 
 
 def test_a_state_that_does_not_name_its_sampler_is_loaded() -> None:
-    """States from before it was compared go on."""
+    """States from before it was compared continue."""
     seed(1)
     loader = small()
     next(batches := iter(loader))
@@ -373,7 +373,7 @@ def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
 
 
 def test_a_copy_has_the_state_that_was_loaded() -> None:
-    """A copy of a loader that has not begun goes on where the loader would; its state is its own."""
+    """A copy of a loader that has not begun continues where the loader would; its state is its own."""
     seed(1)
     loader = small()
     batches = iter(loader)
@@ -411,7 +411,7 @@ def test_what_is_set_behind_a_load_takes_effect() -> None:
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_sampler_that_is_told_by_in_epoch_goes_on(counts: bool) -> None:
-    """Also where the loop counts in the sampler, its own epochs and the loader's go on together."""
+    """Also where the loop counts in the sampler, its own epochs and the loader's continue together."""
 
     def epochs(loader: ResumableDataLoader[Any], saved: list[Any]) -> list[Event]:
         events: list[Event] = []
@@ -447,7 +447,7 @@ class Doubling(ResumableDataLoader[Any]):
 
 
 def test_subclasses_resume() -> None:
-    """A subclass that changes the batches in its ``__iter__`` gets the right ones behind a resume."""
+    """A subclass that changes the batches in its ``__iter__`` gets the right ones after a resume."""
     seed(1)
     loader = Doubling(Drawing(5), batch_size=2, shuffle=True)
     next(batches := iter(loader))

@@ -1,4 +1,4 @@
-"""ResumableDataLoader under Fabric, which wraps loaders, makes them anew for a sampler, and counts epochs from 0."""
+"""ResumableDataLoader under Fabric, which wraps loaders, makes them again for a sampler, and counts epochs from 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(**arguments: Any) -> ResumableDataLoader[Any]:
 
 
 def epochs(loader: Any, *, num_epochs: int, saved: list[Any] | None = None, first: int = 0) -> list[Any]:
-    """Return what a loop sees that tells nobody its epoch, and put the state behind each batch into `saved`."""
+    """Return what a loop sees that tells nobody its epoch, and put the state after each batch into `saved`."""
     events = []
     for epoch in range(first, num_epochs):
         for batch in loader:
@@ -36,7 +36,7 @@ def epochs(loader: Any, *, num_epochs: int, saved: list[Any] | None = None, firs
 
 @pytest.mark.parametrize("kind", ["shuffled", "distributed sampler"])
 def test_every_position_resumes_exactly_under_fabric(kind: str) -> None:
-    """The state is reached through the wrapper; the epochs that Fabric tells the sampler go on too."""
+    """The state is reached through the wrapper; the epochs that Fabric tells the sampler continue too."""
 
     def wrapped() -> Any:
         if kind == "shuffled":
@@ -90,7 +90,7 @@ def on_two_ranks(directory: Path, rank: int) -> None:
             resumed = fabric.setup_dataloaders(make(**arguments))
             resumed.load_state_dict(state)
             assert epochs(resumed, num_epochs=3, first=epoch) == reference[done:], number
-            # Loaded before Fabric makes the loader anew, it is not lost.
+            # Loaded before Fabric makes the loader again, it is not lost.
             seed(51)
             early = make(**arguments)
             early.load_state_dict(state)
@@ -108,7 +108,7 @@ def on_two_ranks(directory: Path, rank: int) -> None:
 
 
 def test_each_of_two_ranks_resumes_from_its_own_state(tmp_path: Path) -> None:
-    """With the sampler that Fabric puts in, loaded before or behind that; the state of the other rank is refused."""
+    """With the sampler that Fabric puts in, loaded before or after that; the state of the other rank is refused."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     codes, output = run_group(lambda rank: on_two_ranks(tmp_path, rank), num_ranks=2, directory=tmp_path)
     assert codes == [0, 0], output

@@ -70,7 +70,7 @@ def outcome(sampler: Any, rest: Iterator[Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("name", KNOWN)
 @given(data=st.data())
 def test_rest_is_what_the_sampler_gives(name: str, data: st.DataObject) -> None:
-    """For each size, batch size and position the rest is the same, and so are all generators behind it."""
+    """For each size, batch size and position the rest is the same, and so are all generators after it."""
     length = data.draw(st.integers(1, 40), "length")
     batch_size = data.draw(st.integers(1, 7) | st.none(), "batch size")
     drop_last = data.draw(st.booleans(), "drop_last")
@@ -106,7 +106,7 @@ def test_position_behind_the_end_is_left_alone() -> None:
 
 
 def cut(sampler: Any) -> tuple[Any, list[Any]]:
-    """Begin an epoch; return its state behind the fourth batch, of which two are kept, and the rest."""
+    """Begin an epoch; return its state after the fourth batch, of which two are kept, and the rest."""
     seed(1)
     side, iterator = begin(sampler, window=2)
     for _ in range(4):
@@ -115,7 +115,7 @@ def cut(sampler: Any) -> tuple[Any, list[Any]]:
 
 
 def test_resume_skips_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler of torch's is not run through, and goes on where it was."""
+    """A sampler of torch's is not run through, and continues where it was."""
     state, rest = cut(BatchSampler(RandomSampler(range(20)), 2, drop_last=False))
     seed(2)
     sampler = RandomSampler(range(20))

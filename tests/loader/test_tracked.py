@@ -247,7 +247,7 @@ def test_loader_with_living_workers_is_set_back() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """Going on, and changing what was given out, changes neither state nor tracker."""
+    """Continuing, and changing what was given out, changes neither state nor tracker."""
     loader = DataLoader(Drawing(8), batch_size=2, shuffle=True)
     tracker = TrackedLoader(loader)
     iterator = iter(tracker.copy_of(loader))
@@ -266,7 +266,7 @@ def test_state_is_a_copy() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resuming_leaves_the_generators_as_they_were(num_workers: int) -> None:
-    """Going on in an epoch neither draws from the main process's generators nor leaves them anywhere else."""
+    """Continuing in an epoch neither draws from the main process's generators nor leaves them anywhere else."""
     make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=num_workers)
     seed(1)
     _, saved = tracked_loop(make(Drawing(8)), num_epochs=1, save=True)
@@ -631,7 +631,7 @@ def test_process_with_living_workers_can_end() -> None:
 
 @pytest.mark.slow
 def test_spawned_workers_resume_exactly() -> None:
-    """Workers that are spawned rather than forked get ring, state and set-up by pickle, and go on exactly."""
+    """Workers that are spawned rather than forked get ring, state and set-up by pickle, and continue exactly."""
     make = partial(DataLoader, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="spawn")
     seed(1)
     reference = loop(make(Drawing(7)), num_epochs=1)

@@ -32,7 +32,7 @@ def objects_of(dataset: Any) -> WorkerObjects:
 
 
 def test_change_is_restored() -> None:
-    """A count and a small cache go on in a new worker; where nothing has changed there is nothing to say."""
+    """A count and a small cache continue in a new worker; where nothing has changed there is nothing to say."""
     dataset = Caching()
     objects = objects_of(dataset)
     assert objects.state_dict() == {}

@@ -13,7 +13,7 @@ BATCHES_PER_EPOCH = 100
 
 
 class Story:
-    """Writes the lines of a run whose clock is told to go on."""
+    """Writes the lines of a run whose clock is told to continue."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -52,7 +52,7 @@ class Story:
         return self._add(START, **self.place, num_ranks=1, continues=continues and told is not None, resumed=told)
 
     def autosave(self, *, seconds: float = 0.0, written_in: float = 0.0, num_bytes: int = 100) -> Story:
-        """Let training wait for an autosave, or write it behind training in so many seconds more."""
+        """Let training wait for an autosave, or write it in the background in so many seconds more."""
         taken, place = self.now, self.place
         self.wait(seconds + written_in)
         self.num_autosaves += 1
@@ -93,7 +93,7 @@ lengths = st.integers(0, 50).map(float)
 
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
-    """Return a run of several processes: killed, stopped or finished, resumed from an autosave or begun anew."""
+    """Return a run of several processes: killed, stopped or finished, resumed from an autosave or begun again."""
     story = Story()
     saved: dict[int, list[tuple[str, int]]] = {}
     finished = 0

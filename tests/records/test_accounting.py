@@ -35,7 +35,7 @@ def test_run_without_a_fault() -> None:
 
 
 def test_killed_run_does_work_again() -> None:
-    """What was trained behind the autosave that a restart used is lost, up to the last sign of life; then it is down.
+    """What was trained after the autosave that a restart used is lost, up to the last sign of life; then it is down.
 
     The same work counts when it is done the second time.
     """
@@ -53,7 +53,7 @@ def test_killed_run_does_work_again() -> None:
 
 
 def test_autosave_written_behind_training_has_the_state_of_before() -> None:
-    """Training that went on while an autosave was written behind it is lost with the process."""
+    """Training that continued while an autosave was written after it is lost with the process."""
     story = Story().begin().start().train(100).autosave(seconds=1, written_in=20).train(5).alive()
     story.begin().start(resumed=0, name=story.newest, batch=1).train(10).end()
     assert account_of(story) == {"training": 110, "saving": 1, "redone": 25}
@@ -102,7 +102,7 @@ def test_fits_of_a_script_keep_their_work() -> None:
 
 
 def test_place_tells_where_no_autosave_does() -> None:
-    """Of another checkpoint, such as Lightning's own, the last mark that is not behind its place tells its time."""
+    """Of another checkpoint, such as Lightning's own, the last mark that is not after its place tells its time."""
     story = Story().begin().start().train(10, 10).alive().train(10, 10).alive().train(10, 10).alive()
     story.begin().start(resumed=0, name="hpc_ckpt_1.ckpt", batch=25).train(5).end()
     assert account_of(story) == {"training": 25, "redone": 10}

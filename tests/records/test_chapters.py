@@ -50,14 +50,14 @@ def test_what_was_restored_is_read() -> None:
 
 
 def test_start_behind_the_end_of_a_script_is_a_new_chapter() -> None:
-    """A script that came to its end and is run again begins anew."""
+    """A script that came to its end and is run again begins again."""
     story = Story().begin().start().end().done().wait(9).begin().start().train(3).end().done()
     assert shape_of(story) == [[[1]], [[1]]]
     assert [chapter.done for chapter in chapters_of(story)] == [1000, 1012]
 
 
 def test_start_that_does_not_go_on_is_a_new_chapter() -> None:
-    """Where there was an autosave to go on from, a start without it begins anew; where there was none it does not."""
+    """Where there was an autosave to resume from, a start without it begins again; where there was none it does not."""
     story = Story().begin().start().autosave().train(1).begin().start().end()
     assert shape_of(story) == [[[1]], [[1]]]
     story = Story().begin().start().train(1).alive().begin().start().end()

@@ -46,7 +46,7 @@ def test_shortened_history_tells_the_same(story: Story, num_kept: int) -> None:
 @settings(max_examples=50)
 @given(story=stories(), more=stories(), num_kept=st.integers(0, 3))
 def test_shortened_history_goes_on(story: Story, more: Story, num_kept: int) -> None:
-    """What is appended behind shortened lines is read as it is behind the whole ones."""
+    """What is appended after shortened lines is read as it is after the whole ones."""
     lines = shortened(story.lines, max_bytes=10**9, num_kept=num_kept)
     following = [
         {**line, **{name: line[name] + 1e6 for name in ("time", "taken", "process_began") if name in line}}

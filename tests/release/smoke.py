@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 class Kill(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if "KILL" in os.environ and trainer.global_step > 11:
-            # Until there is an autosave behind the first batch: on a slow disk that may be minutes.
+            # Until there is an autosave after the first batch: on a slow disk that may be minutes.
             time.sleep(0.01 if trainer.global_step < 200 else 0.5)
             if len(glob.glob("fault_tolerance/*/fit-1/*.ckpt")) > 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -62,7 +62,7 @@ def run_script(directory: Path, *, seed: int = 1, kill: bool = False, is_on: boo
 
 
 def try_the_environment_variable(directory: Path) -> None:
-    """A script that is killed goes on by the entry point alone, and ends with the uninterrupted run's weights."""
+    """A script that is killed continues by the entry point alone, and ends with the uninterrupted run's weights."""
     code, whole = run_script(directory / "whole", is_on=False)
     assert code == 0, whole
     code, killed = run_script(directory / "cut", kill=True)
@@ -102,7 +102,7 @@ def try_in_a_trainer(directory: Path) -> None:
 
 
 def try_in_a_loop() -> None:
-    """A loader goes on behind the batch where its state was taken."""
+    """A loader continues after the batch where its state was taken."""
     import torch
     from torch.utils.data import TensorDataset
 

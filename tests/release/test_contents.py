@@ -21,13 +21,13 @@ METADATA = "\n".join(
     [
         "Name: lightning-faulttolerant",
         "Version: 1.0",
-        "Summary: It goes on.",
+        "Summary: It continues.",
         "Keywords: lightning",
         "License-Expression: Apache-2.0",
         "Requires-Python: >=3.10",
         "Description-Content-Type: text/markdown",
         "",
-        "# It goes on",
+        "# It continues",
     ]
 )
 
@@ -71,7 +71,7 @@ def test_what_belongs_is_right(tmp_path: Path) -> None:
         ({"in_sdist": {"docs/index.md": "x" * 600_000}}, "sdist: docs/index.md has 600,000 bytes"),
         ({"metadata": METADATA.replace("Apache", "MIT")}, "metadata: License-Expression is 'MIT-2.0'"),
         ({"metadata": METADATA.replace("Summary", "Title")}, "metadata: Summary is missing"),
-        ({"metadata": METADATA.replace("# It goes on", "")}, "metadata: the README is not its description"),
+        ({"metadata": METADATA.replace("# It continues", "")}, "metadata: the README is not its description"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, wrong: dict[str, Any], problem: str) -> None:

@@ -81,7 +81,7 @@ def test_no_product_leaves_an_int64(length: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_stays_what_it_is() -> None:
-    """A permutation is the same in every version of the package, or a state would go on with another order."""
+    """A permutation is the same in every version of the package, or a state would continue with another order."""
     assert numbers(12, seed=7, epoch=3).tolist() == [0, 5, 4, 11, 2, 10, 6, 7, 8, 3, 1, 9]
     beginning = FeistelPermutation(10**12, seed=7, epoch=3).at(torch.arange(3))
     assert beginning.tolist() == [664453804585, 931250670992, 203801429142]
@@ -104,7 +104,7 @@ def faults_of(permutation: Tensor) -> list[str]:
         for name, is_bad in {
             "follows its position": abs(_correlation(x, y)) > bound,
             "follows its neighbour": abs(_correlation(x[1:], x[:-1])) > bound,
-            "follows the one a root behind": abs(_correlation(x[math.isqrt(n) :], x[: -math.isqrt(n)])) > bound,
+            "follows the one a root after": abs(_correlation(x[math.isqrt(n) :], x[: -math.isqrt(n)])) > bound,
             "blocks are not mixed": _chi_square(permutation, 16) > 225 + 4.5 * math.sqrt(2 * 225),
             "low bits are not mixed": _chi_square_of_bits(permutation) > 49 + 4.5 * math.sqrt(2 * 49),
             "fixed points": int((x == y).sum()) > 12,

@@ -64,7 +64,7 @@ def test_batches_are_of_one_group_and_the_same_on_all_ranks() -> None:
 
 
 def test_iter_from_gives_the_rest_of_iter() -> None:
-    """From every position the rest is what iteration gives behind it."""
+    """From every position the rest is what iteration gives after it."""
     sampler = grouped([i % 3 for i in range(50)], ranks=2, rank=1)
     assert isinstance(sampler, SkipsIndices)
     for skip in range(len(sampler) + 1):
@@ -73,7 +73,7 @@ def test_iter_from_gives_the_rest_of_iter() -> None:
 
 @st.composite
 def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
-    """An epoch that is cut twice, and gone on with by other ranks and batch sizes."""
+    """An epoch that is cut twice, and continued with by other ranks and batch sizes."""
     length = draw(st.integers(1, 50))
     return {
         "groups": draw(st.lists(st.integers(0, 4), min_size=length, max_size=length)),
@@ -92,7 +92,7 @@ def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=200, deadline=None)
 @given(cut_epochs())
 def test_no_sample_is_lost_with_other_ranks_and_batch_sizes(case: dict[str, Any]) -> None:
-    """Each sample comes, whoever goes on twice in an epoch; repeats only fill batches, or a last round of ranks."""
+    """Each sample comes, whoever continues twice in an epoch; repeats only fill batches, or a last round of ranks."""
     groups, arguments = case["groups"], case["arguments"]
     seen: Counter[int] = Counter()
     state: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ def test_the_originals_state_goes_on_here(ranks: int) -> None:
 
 
 def test_a_state_is_plain_and_small() -> None:
-    """It holds numbers, strings and lists of them, also behind two other batch sizes."""
+    """It holds numbers, strings and lists of them, also after two other batch sizes."""
     sampler = grouped([i % 5 for i in range(100)], 4)
     for size in (3, 2, 5):
         sampler.advance(2)
@@ -232,7 +232,7 @@ def test_what_is_left_over_comes_in_order() -> None:
 
 
 def test_drop_last_holds_for_batches_of_another_size_too() -> None:
-    """Those that are formed anew of the rest are full."""
+    """Those that are formed again of the rest are full."""
     groups = (0, 1, 2, 3, 0, 1, 2, 3, 4)
     saved = grouped(groups, 2, shuffle=False, leftover="mixed", drop_last=True)
     saved.advance(1)
@@ -242,7 +242,7 @@ def test_drop_last_holds_for_batches_of_another_size_too() -> None:
 
 
 def test_whoever_keeps_positions_keeps_what_other_batch_sizes_consumed() -> None:
-    """All that is kept of the epoch is plain, and a sampler that is made again goes on from it."""
+    """All that is kept of the epoch is plain, and a sampler that is made again continues from it."""
     groups = [i % 3 for i in range(30)]
     saved = grouped(groups, 2)
     saved.advance(4)

@@ -132,7 +132,7 @@ def test_fault_ranks_with_other_names_do_not_fit_together(ranks: list[Any]) -> N
 
 
 def test_fault_reducing_nothing_fails(ranks: list[Any]) -> None:
-    """Without metrics, all ranks go on without any; so does one process alone."""
+    """Without metrics, all ranks continue without any; so does one process alone."""
     assert ranks[0]["empty"] == ranks[1]["empty"] == {}
     assert dict(MetricsTracker().reduce().agg) == {}
 

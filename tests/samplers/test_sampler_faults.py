@@ -95,7 +95,7 @@ def test_fault_a_rejected_state_is_half_loaded() -> None:
 
 
 def test_fault_the_position_is_applied_to_another_epoch_than_it_was_saved_in() -> None:
-    """A loop over range(0, n) that resumes in epoch 3 is told so; one over range(sampler.epoch, n) goes on."""
+    """A loop over range(0, n) that resumes in epoch 3 is told so; one over range(sampler.epoch, n) continues."""
     saved = sampler_of(10)
     saved.set_epoch(3)
     saved.advance(4)
@@ -181,7 +181,7 @@ def test_fault_len_is_that_of_the_whole_epoch_behind_a_resume() -> None:
 
 
 def test_fault_a_state_from_an_epochs_end_resumes_into_an_empty_epoch() -> None:
-    """A state saved behind the last batch, before and behind the end of the block, begins the next epoch."""
+    """A state saved after the last batch, before and after the end of the block, begins the next epoch."""
     sampler = sampler_of(10)
     with sampler.in_epoch(2):
         sampler.advance(len(list(sampler)))

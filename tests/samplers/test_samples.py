@@ -60,7 +60,7 @@ def test_the_spelling_of_the_original_names_the_same_class(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["torch", "feistel"])
 def test_iter_from_gives_the_rest_of_iter(order: Any) -> None:
-    """From every position, over several chunks, the rest is what iteration gives behind it."""
+    """From every position, over several chunks, the rest is what iteration gives after it."""
     sampler = sampler_of(5000, ranks=2, rank=1, order=order)
     for skip in (0, 1, 1023, 1024, 1025, 2499, 2500):
         assert list(sampler.iter_from(skip)) == list(islice(iter(sampler), skip, None))
@@ -76,12 +76,12 @@ def test_no_global_generator_is_touched(order: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-# The law of a resume: what was consumed before and what is given behind it are the epoch, each sample once.
+# The law of a resume: what was consumed before and what is given after it are the epoch, each sample once.
 
 
 @st.composite
 def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
-    """An epoch that is cut twice, and gone on with by other ranks and batch sizes."""
+    """An epoch that is cut twice, and continued with by other ranks and batch sizes."""
     return {
         "length": draw(st.integers(1, 60)),
         "worlds": draw(st.tuples(*[st.integers(1, 6)] * 3)),
@@ -100,7 +100,7 @@ def cut_epochs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=250, deadline=None)
 @given(cut_epochs())
 def test_no_sample_is_lost_or_repeated_with_other_ranks_and_batch_sizes(case: dict[str, Any]) -> None:
-    """Whatever ranks and batch sizes go on, twice in an epoch, each sample comes once, up to the last round."""
+    """Whatever ranks and batch sizes continue, twice in an epoch, each sample comes once, up to the last round."""
     seen: Counter[int] = Counter()
     state: dict[str, Any] | None = None
     length, arguments = case["length"], case["arguments"]
@@ -175,7 +175,7 @@ def test_a_sampler_is_pickled_without_its_permutation() -> None:
 
 
 def test_an_epoch_that_is_under_way_can_not_be_left() -> None:
-    """Another epoch is refused until this one is consumed, or its progress reset; the same one goes on."""
+    """Another epoch is refused until this one is consumed, or its progress reset; the same one continues."""
     sampler = sampler_of(10)
     sampler.advance(4)
     sampler.set_epoch(0)
@@ -203,7 +203,7 @@ def test_the_next_epoch_may_be_set_behind_a_restored_one() -> None:
 
 
 def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
-    """As the original's users do it: a state saved behind it does not repeat the epoch."""
+    """As the original's users do it: a state saved after it does not repeat the epoch."""
     sampler = sampler_of(10)
     sampler.advance(10)
     sampler.reset_progress()
@@ -211,7 +211,7 @@ def test_reset_progress_behind_the_end_goes_to_the_next_epoch() -> None:
 
 
 def test_a_loader_that_drops_its_last_batch_ends_its_epochs() -> None:
-    """By in_epoch; a state from behind its last full batch gives no batch, and goes on with the next epoch."""
+    """By in_epoch; a state from after its last full batch gives no batch, and continues with the next epoch."""
     sampler = sampler_of(10)
     loader = DataLoader(range(10), sampler=sampler, batch_size=4, drop_last=True)  # type: ignore[arg-type]
     states = []
@@ -321,7 +321,7 @@ def test_a_seed_that_torch_does_not_take_is_refused_at_once(make: Any, seed: Any
 
 @pytest.mark.parametrize("make", [sampler_of, lambda **arguments: InterruptibleSampler(10, **arguments), make_grouped])
 def test_a_seed_at_the_limit_gives_every_epoch(make: Any) -> None:
-    """Seed and epoch together may be more than torch takes: they go on from 0, as torch counts negative seeds."""
+    """Seed and epoch together may be more than torch takes: they continue from 0, as torch counts negative seeds."""
     for seed, same in ((2**64 - 1, -1), (-(2**63), 2**63)):
         ours, other = make(seed=seed), make(seed=same)
         for epoch in range(3):
@@ -360,7 +360,7 @@ def test_the_originals_order_of_later_epochs_is_announced() -> None:
 
 
 def test_single_gives_torchs_order_and_goes_on() -> None:
-    """Each epoch is that of a DistributedSampler of one rank; a state goes on in it, also one of the original."""
+    """Each epoch is that of a DistributedSampler of one rank; a state continues in it, also one of the original."""
     sampler = InterruptibleSampler(range(10), seed=3)
     expected: Any = DistributedSampler(range(10), 1, 0, seed=3)
     expected.set_epoch(4)

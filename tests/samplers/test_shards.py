@@ -68,7 +68,7 @@ def test_the_order_of_dealing_is_that_of_the_original(root: Path) -> None:
 
 
 def test_a_part_is_gone_through_by_the_sampler(root: Path) -> None:
-    """The documented pair of data set and sampler goes on behind a state."""
+    """The documented pair of data set and sampler continues after a state."""
     dataset = dataset_of(root, 1, 2, 0.5)
     sampler = InterruptibleSampler(dataset)
     loader = DataLoader(dataset, sampler=sampler, batch_size=2)
@@ -103,7 +103,7 @@ def test_transforms_are_applied_when_they_should_be(root: Path) -> None:
 
 def test_fault_the_global_generator_is_seeded(root: Path) -> None:
     """Python's and torch's generators are left alone."""
-    random.random()  # or the state could be that behind a shuffle of an earlier test
+    random.random()  # or the state could be that after a shuffle of an earlier test
     before = random.getstate(), torch.get_rng_state()
     numbers_of(dataset_of(root))
     ShardedMapDataset(range(10))[0]
@@ -144,7 +144,7 @@ def test_fault_it_can_not_be_pickled(root: Path) -> None:
 def test_fault_a_worker_that_is_forked_fails_on_the_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker says what to do, instead of an error of CUDA's."""
     dataset = dataset_of(root)
-    dataset._is_on_cuda = True  # as behind _move to a CUDA device
+    dataset._is_on_cuda = True  # as after _move to a CUDA device
     dataset[0]
     monkeypatch.setattr(images, "get_worker_info", lambda: object())
     with pytest.raises(FaultToleranceError, match="num_workers=0"):

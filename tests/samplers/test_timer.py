@@ -65,7 +65,7 @@ def test_fault_it_runs_by_a_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatc
 
 
 def test_fault_it_has_no_state(clock: Clock) -> None:
-    """The total goes on in another process, the step that runs included; what is between is not counted."""
+    """The total continues in another process, the step that runs included; what is between is not counted."""
     timer = TimestampedTimer(running=60, rank=1)
     clock.seconds += 2
     timer.report("step")

@@ -39,7 +39,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     ids=lambda command: "profiler" if command[0] == "-m" else command[1],
 )
 def test_is_continued(command: tuple[str, ...], project: Project) -> None:
-    """Globals that grow, that are bound anew, that hold objects of the script's classes, and that draw."""
+    """Globals that grow, that are bound again, that hold objects of the script's classes, and that draw."""
     starts: list[Started] = [project.start(*command, interrupt=f"TERM@{step}@fit") for step in (3, 8)]
     starts.append(project.start(*command))
     assert starts[-1].exit_code == 0, starts[-1].output

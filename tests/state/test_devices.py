@@ -1,4 +1,4 @@
-"""Generators of devices go on in a process whose devices have other numbers, and nothing that was drawn is lost."""
+"""Generators of devices continue in a process whose devices have other numbers, and nothing that was drawn is lost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def saved(monkeypatch: pytest.MonkeyPatch, *num_drawn: int, **more: int) -> dict
 
 
 def test_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each device goes on where it was."""
+    """Each device continues where it was."""
     state = saved(monkeypatch, 1, 2, 3, current=1)
     assert set(state) >= {"cuda:0", "cuda", "cuda:2"}
     assert goes_on(monkeypatch, state, 0, 0, 0, current=1) == [1, 2, 3]
@@ -77,7 +77,7 @@ def test_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (4, 3), (8, 2)])
 def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
-    """A rank's own device goes on wherever it is; of the others, of which nothing was drawn, none is missed."""
+    """A rank's own device continues wherever it is; of the others, of which nothing was drawn, none is missed."""
     state = saved(monkeypatch, 0, 0, 0, 0, 0, 0, 5, 0, current=6)
     expected = [5 if index == current else 0 for index in range(num_devices)]
     assert goes_on(monkeypatch, state, *[9] * num_devices, current=current)[current] == 5
@@ -86,14 +86,14 @@ def test_own_device_has_another_number(monkeypatch: pytest.MonkeyPatch, num_devi
 
 @pytest.mark.parametrize(("num_devices", "current"), [(1, 0), (2, 1)])
 def test_draws_on_another_device_are_not_lost(monkeypatch: pytest.MonkeyPatch, num_devices: int, current: int) -> None:
-    """What was drawn on a device that is not here, or is this process's own here, can't go on: an error."""
+    """What was drawn on a device that is not here, or is this process's own here, can't continue: an error."""
     state = saved(monkeypatch, 3, 4, current=0)
     with pytest.raises(ValueError, match="device 'cuda:1', which this process does not have"):
         goes_on(monkeypatch, state, *[0] * num_devices, current=current)
 
 
 def test_no_device_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device nothing goes on that was drawn on one, and all does if nothing was."""
+    """Without a device nothing continues that was drawn on one, and all does if nothing was."""
     assert goes_on(monkeypatch, saved(monkeypatch, 0, 0)) == []
     with pytest.raises(ValueError, match="device 'cuda', which"):
         goes_on(monkeypatch, saved(monkeypatch, 1))
@@ -107,7 +107,7 @@ def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_states_of_other_devices_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks are dealt anew, what was drawn on devices that are not here is nobody's."""
+    """Where ranks are dealt again, what was drawn on devices that are not here is nobody's."""
     state = saved(monkeypatch, 1, 2, 3, current=2)
     monkeypatch.setattr(torch, "cuda", Devices(0, 0, current=0))
     kept = of_devices_here(state)

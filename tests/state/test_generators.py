@@ -1,4 +1,4 @@
-"""Generators that objects hold are found wherever they are, and go on exactly."""
+"""Generators that objects hold are found wherever they are, and continue exactly."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_generator_is_found_at_each_place(place: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_goes_on_in_another_process(kind: str) -> None:
-    """A generator of each kind, in a fresh object with another seed, goes on where the saved one was."""
+    """A generator of each kind, in a fresh object with another seed, continues where the saved one was."""
     saved, fresh = Holder(rng=KINDS[kind](1)), Holder(rng=KINDS[kind](2))
     draw(saved.rng)
     held = HeldGenerators({"dataset": fresh})
@@ -229,7 +229,7 @@ def test_bound_method_of_a_generator_is_found() -> None:
 
 
 def test_shared_generator_is_listed_once() -> None:
-    """One generator behind several paths has one state, by the first path; equal but separate ones have their own."""
+    """One generator after several paths has one state, by the first path; equal but separate ones have their own."""
     shared = random.Random(0)
     roots = {"dataset": Holder(a=shared, b=[shared]), "sampler": Holder(generator=shared)}
     assert list(HeldGenerators(roots).state_dict()) == ["dataset.a"]
@@ -271,7 +271,7 @@ def test_attribute_that_is_not_there_yet_is_made() -> None:
 
 @pytest.mark.parametrize("draws", [True, False])
 def test_generator_that_its_object_replaces_unused_is_told(draws: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """An object that makes its generator together with something else makes it anew: that is said, once."""
+    """An object that makes its generator together with something else makes it again: that is said, once."""
     fresh = Holder(rng=None)
     held = HeldGenerators({"dataset": fresh})
     held.load_state_dict(HeldGenerators({"dataset": Holder(rng=random.Random(4))}).state_dict())

@@ -49,7 +49,7 @@ def _unreadable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @given(seed=st.integers(0, 100), draws=st.lists(st.sampled_from(sorted(PYTHON_DRAWS)), max_size=12))
 def test_python_state_is_the_getters(seed: int, draws: list[str]) -> None:
-    """Behind any draws, cached Gaussians included, the bytes are those of ``getstate``."""
+    """After any draws, cached Gaussians included, the bytes are those of ``getstate``."""
     generator = random.Random(seed)
     for name in draws:
         PYTHON_DRAWS[name](generator)
@@ -58,7 +58,7 @@ def test_python_state_is_the_getters(seed: int, draws: list[str]) -> None:
 
 @given(seed=st.integers(0, 100), draws=st.lists(st.sampled_from(sorted(NUMPY_DRAWS)), max_size=12))
 def test_numpy_state_is_the_getters(seed: int, draws: list[str]) -> None:
-    """Behind any draws, an odd number of ``randn`` included, the bytes are those of ``get_state``."""
+    """After any draws, an odd number of ``randn`` included, the bytes are those of ``get_state``."""
     generator = np.random.RandomState(seed)
     for name in draws:
         NUMPY_DRAWS[name](generator)

@@ -1,4 +1,4 @@
-"""Metrics go on in the middle of an epoch as if nothing had happened."""
+"""Metrics continue in the middle of an epoch as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("cut", range(5))
 @pytest.mark.parametrize("computes", [False, True])
 def test_metrics_go_on(cut: int, computes: bool) -> None:
-    """After any number of updates, computed in between or not, a fresh module goes on to the same results."""
+    """After any number of updates, computed in between or not, a fresh module continues to the same results."""
     uninterrupted = Module()
     for seed in range(cut):
         update(uninterrupted, seed)
@@ -94,7 +94,7 @@ def test_metrics_go_on(cut: int, computes: bool) -> None:
 
 
 def test_metrics_that_were_used_already_are_set_back() -> None:
-    """Loaded into metrics that have gone on, and have computed, the state is the saved one, and so is the result."""
+    """Loaded into metrics that have continued, and have computed, the state is the saved one, and so is the result."""
     module = Module()
     update(module, 0)
     expected, state = results(module), metrics_state(module)
@@ -150,7 +150,7 @@ def test_metric_that_is_gone_is_named() -> None:
 
 
 def test_running_sums_in_other_dtypes_come_back() -> None:
-    """A metric in double precision goes on in double precision."""
+    """A metric in double precision continues in double precision."""
     saved = nn.ModuleDict({"mean": MeanMetric().set_dtype(torch.float64)})
     saved["mean"].update(torch.tensor(0.1, dtype=torch.float64))
     fresh = nn.ModuleDict({"mean": MeanMetric().set_dtype(torch.float64)})
@@ -179,7 +179,7 @@ def test_groups_are_those_of_the_first_update() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_list_states_of_a_group_are_shared_again(reads: bool) -> None:
-    """Metrics of a group go on to share their lists, or to have copies where the collection was read."""
+    """Metrics of a group continue to share their lists, or to have copies where the collection was read."""
 
     def make() -> nn.ModuleDict:
         return nn.ModuleDict({"c": MetricCollection([BinaryAUROC(), BinaryAveragePrecision()])})
@@ -197,7 +197,7 @@ def test_list_states_of_a_group_are_shared_again(reads: bool) -> None:
 
 
 def test_tracker_grows_to_its_steps() -> None:
-    """A MetricTracker has a metric for each of its steps again, and goes on to the next."""
+    """A MetricTracker has a metric for each of its steps again, and continues to the next."""
 
     def make() -> nn.ModuleDict:
         return nn.ModuleDict({"tracker": MetricTracker(MeanMetric(), maximize=True)})
@@ -229,7 +229,7 @@ class LateStates(Metric):
 
 
 def test_states_that_a_fresh_metric_does_not_have_are_named() -> None:
-    """A metric that will make its states anew, and forget those that were put back, is named."""
+    """A metric that will make its states again, and forget those that were put back, is named."""
     saved, fresh = nn.ModuleDict({"late": LateStates()}), nn.ModuleDict({"late": LateStates()})
     saved["late"].update(torch.ones(2, 3))
     assert load_metrics(fresh, safe(metrics_state(saved))) == ["late.total"]
@@ -249,7 +249,7 @@ class WithMap(Metric):
 
 
 def test_tensors_in_attributes_come_back() -> None:
-    """A tensor that a metric keeps without having declared it a state goes on."""
+    """A tensor that a metric keeps without having declared it a state continues."""
     saved, fresh = nn.ModuleDict({"map": WithMap()}), nn.ModuleDict({"map": WithMap()})
     saved["map"].update(torch.tensor([1.0, 2.0]))
     assert load_metrics(fresh, safe(metrics_state(saved))) == []
@@ -281,7 +281,7 @@ class Plain(nn.Module):
 
 
 def test_metrics_in_plain_containers() -> None:
-    """Metrics in lists, tuples and dicts that a module holds go on, each once."""
+    """Metrics in lists, tuples and dicts that a module holds continue, each once."""
     saved, fresh = Plain(), Plain()
     for number, metric in enumerate(saved.all()):
         metric.update(torch.tensor([1.0, 2.0 + number]))

@@ -44,7 +44,7 @@ def test_random_state_comes_back_with_its_cached_gaussian(seed: int, num_words: 
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 @given(seed=seeds, num_bytes=st.integers(0, 40), num_halves=st.integers(0, 3))
 def test_bit_generator_state_comes_back(name: str, seed: int, num_bytes: int, num_halves: int) -> None:
-    """Each of NumPy's bit generators goes on alike, also when half of a word is buffered."""
+    """Each of NumPy's bit generators continues alike, also when half of a word is buffered."""
     generator = np.random.Generator(getattr(np.random, name)(seed))
     generator.bytes(num_bytes)
     generator.integers(0, 2**16, size=num_halves, dtype=np.uint32)  # 32 of 64 bits: the rest is kept for the next draw
@@ -67,7 +67,7 @@ def test_random_state_of_numpy_comes_back_with_its_cached_gaussian(name: str, se
 
 @given(seed=seeds, num_gaussians=st.integers(0, 40))
 def test_torch_state_comes_back(seed: int, num_gaussians: int) -> None:
-    """A torch generator goes on alike, also in the middle of a block of normals."""
+    """A torch generator continues alike, also in the middle of a block of normals."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_gaussians):
         torch.randn((), generator=generator)

@@ -79,7 +79,7 @@ def test_reading_the_state_draws_nothing() -> None:
 
 @pytest.mark.parametrize("name", BIT_GENERATORS)
 def test_global_bit_generator_of_each_kind(name: str) -> None:
-    """`np.random.set_bit_generator` may put any bit generator behind the global functions: all go on alike."""
+    """`np.random.set_bit_generator` may put any bit generator after the global functions: all continue alike."""
     if not hasattr(np.random, "set_bit_generator"):
         pytest.skip("this NumPy has one global bit generator only")
     original = np.random.get_bit_generator()

@@ -1,4 +1,4 @@
-"""What NumPy's generators spawn children from goes on with them."""
+"""What NumPy's generators spawn children from continues with them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def shard_paths(directory: str | Path) -> list[Path]:
 
 
 def numbers(samples: Iterable[Any]) -> list[int]:
-    """Return the numbers of samples, or of a loader's batches one behind the other."""
+    """Return the numbers of samples, or of a loader's batches one after the other."""
     read: list[int] = []
     for sample in samples:
         value = sample["n"]

@@ -88,7 +88,7 @@ def test_samples_are_had_by_number(directory: str) -> None:
 
 @pytest.mark.parametrize("number", [101, -102])
 def test_a_number_out_of_range_raises(directory: str, number: int) -> None:
-    """There is no sample behind the last one, nor before the first."""
+    """There is no sample after the last one, nor before the first."""
     with pytest.raises(IndexError, match="has 101"):
         StreamingDataset(directory)[number]
 
@@ -127,7 +127,7 @@ class _Broken(StreamingDataset):
 
 
 def test_an_error_does_not_end_an_epoch(directory: str) -> None:
-    """Behind an error an iterator raises it again: it does not seem to have come to its end."""
+    """After an error an iterator raises it again: it does not seem to have come to its end."""
     samples = iter(_Broken(directory))
     assert len([next(samples) for _ in range(30)]) == 30
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_an_index_without_samples_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_epoch_may_have_another_size(directory: str) -> None:
-    """With epoch_size, an epoch has so many samples, drawn anew in each."""
+    """With epoch_size, an epoch has so many samples, drawn again in each."""
     dataset = StreamingDataset(directory, shuffle=True, epoch_size="0.04k")
     first, second = numbers(dataset), numbers(dataset)
     assert len(dataset) == len(first) == len(set(first)) == 40
@@ -405,7 +405,7 @@ def test_workers_that_take_turns_at_unknown_batches_cannot_be_counted(directory:
 
 
 def test_the_iterator_can_be_brought_to_a_place(directory: str) -> None:
-    """Its state is loaded into a new iterator of a new data set, which goes on with the next sample, then epoch."""
+    """Its state is loaded into a new iterator of a new data set, which continues with the next sample, then epoch."""
     dataset = StreamingDataset(directory, shuffle=True, batch_size=8)
     numbers(dataset)
     samples = iter(dataset)

@@ -125,7 +125,7 @@ def test_no_retry_is_one_attempt(tmp_path: Path, remote: str) -> None:
 
 
 def test_two_data_sets_share_remote_and_cache(tmp_path: Path, remote: str) -> None:
-    """Two instances in one process on one directory read at once, and a third behind them: the original refuses."""
+    """Two instances in one process on one directory read at once, and a third after them: the original refuses."""
     cache = str(tmp_path / "cache")
     first, second = StreamingDataset(cache, remote), StreamingDataset(cache, remote, shuffle=True)
     read = list(zip(first, second, strict=True))
@@ -135,7 +135,7 @@ def test_two_data_sets_share_remote_and_cache(tmp_path: Path, remote: str) -> No
 
 
 def test_a_changed_remote_is_noticed(tmp_path: Path, remote: str) -> None:
-    """When the data set behind the address is another one, its samples are read, not the cached ones."""
+    """When the data set after the address is another one, its samples are read, not the cached ones."""
     cache = tmp_path / "cache"
     assert _read(cache, remote) == list(range(NUM_SAMPLES))
     shutil.rmtree(remote)

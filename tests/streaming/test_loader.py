@@ -90,7 +90,7 @@ def _place(state: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_only_batches_that_were_handed_out_count(directory: str, num_workers: int) -> None:
-    """The state behind each batch counts the batches so far, whatever workers have fetched ahead."""
+    """The state after each batch counts the batches so far, whatever workers have fetched ahead."""
     loader = _loader(directory, num_workers=num_workers)
     assert _place(loader.state_dict()) == (0, 0)
     places = [_place(loader.state_dict()) for _ in loader]
@@ -132,7 +132,7 @@ def test_epochs_go_on_behind_a_resume_with_workers(directory: str, persistent: b
     resumed.load_state_dict(state)
     assert first + batches(resumed) == expected[1]
     assert batches(resumed) == expected[2]
-    # The loader that was left early begins the next epoch, or goes on where it is told.
+    # The loader that was left early begins the next epoch, or continues where it is told.
     assert batches(loader) == expected[2]
     loader.load_state_dict(state)
     assert first + batches(loader) == expected[1]
@@ -165,7 +165,7 @@ def test_a_state_loaded_before_the_first_batch_takes_effect(directory: str, num_
 
 
 def test_a_state_loaded_behind_a_batch_ends_the_iterator(directory: str) -> None:
-    """An iterator that has given batches raises after a state was loaded: it would go on elsewhere, unseen."""
+    """An iterator that has given batches raises after a state was loaded: it would continue elsewhere, unseen."""
     loader = _loader(directory)
     made = iter(loader)
     next(made)
@@ -176,7 +176,7 @@ def test_a_state_loaded_behind_a_batch_ends_the_iterator(directory: str) -> None
 
 
 def test_a_last_batch_that_is_dropped_is_the_end_of_the_epoch(directory: str) -> None:
-    """With drop_last, the state behind the last full batch is the next epoch's beginning, not an empty rest."""
+    """With drop_last, the state after the last full batch is the next epoch's beginning, not an empty rest."""
     loader = _loader(directory, drop_last=True)
     first = batches(loader)
     assert [len(batch) for batch in first] == [8] * 12

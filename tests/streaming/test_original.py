@@ -1,4 +1,4 @@
-"""A run that was begun with the original library goes on here, in its order, and a state of ours is one of its own."""
+"""A run that was begun with the original library resumes here, in its order, and a state of ours is one of its own."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_a_run_of_the_original_goes_on_here(read: tuple[str, dict[str, Any]], or
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_original_goes_on_from_a_state_of_ours(read: tuple[str, dict[str, Any]], order: str) -> None:
-    """The original resumes at our state, with the batch behind ours."""
+    """The original resumes at our state, with the batch after ours."""
     found = read[1][order]
     assert found["rest"] == found["second"][NUM_BATCHES + 1 :]

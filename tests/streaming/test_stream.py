@@ -113,7 +113,7 @@ def test_no_sample_is_read_more_often_than_others_need(directories: list[str]) -
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_mixture_is_resumed(directories: list[str], num_workers: int) -> None:
-    """A state in the middle of an epoch of several streams goes on with its next batch."""
+    """A state in the middle of an epoch of several streams continues with its next batch."""
     weights = ({"proportion": 0.3}, {"proportion": 0.7})
     whole = StreamingDataLoader(_mixed(directories, *weights), batch_size=8)
     expected = [batches(whole), batches(whole)]
@@ -136,7 +136,7 @@ def _batched(directories: list[str], method: str, batch_size: int = 10) -> Strea
 def test_batches_are_of_the_streams_as_asked(
     directories: list[str], method: str, expected: set[tuple[int, int]]
 ) -> None:
-    """Each batch has its share of each stream, or is of one; a resume between two batches goes on."""
+    """Each batch has its share of each stream, or is of one; a resume between two batches continues."""
     loader = _batched(directories, method)
     epochs = [batches(loader), batches(loader)]
     assert {_counts(batch) for epoch in epochs for batch in epoch} == expected

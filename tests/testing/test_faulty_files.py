@@ -156,7 +156,7 @@ def test_wrong_arguments_of_open_are_refused_as_ever(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE, errno.EROFS])
 def test_chosen_step_fails_with_its_error(tmp_path, number):
-    """The chosen step must raise the error as the system would, and not be done; the others must go on."""
+    """The chosen step must raise the error as the system would, and not be done; the others must continue."""
     with FaultyFiles(tmp_path, fail_with(number), kind="rename") as files, pytest.raises(OSError) as caught:  # noqa: PT011
         _protocol(tmp_path)
     assert (caught.value.errno, caught.value.strerror) == (number, os.strerror(number))
@@ -207,7 +207,7 @@ def test_lost_step_is_reported_done_and_is_not(tmp_path):
 
 @pytest.mark.parametrize(("fault", "is_renamed"), [(kill_before, False), (kill_after, True)])
 def test_process_is_killed_at_the_step(tmp_path, fault, is_renamed):
-    """The kill must come before the step, or behind it, and be a SIGKILL."""
+    """The kill must come before the step, or after it, and be a SIGKILL."""
 
     def main() -> None:
         with FaultyFiles(tmp_path, fault, kind="rename"):

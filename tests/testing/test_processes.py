@@ -43,7 +43,7 @@ def test_those_that_do_not_end_tell_where_they_are(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that has gone on by an hour while nobody ran ends no run."""
+    """A clock that has continued by an hour while nobody ran ends no run."""
     pauses = itertools.chain([0.0, 0.0, 3600.0, 3600.0], itertools.repeat(7200.0))
 
     def monotonic(now: Callable[[], float] = time.monotonic) -> float:

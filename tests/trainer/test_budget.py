@@ -110,7 +110,7 @@ def test_saves_and_captures_together_keep_the_share(share: float, costs: list[fl
 
 
 def test_first_save_does_not_set_the_pace() -> None:
-    """A first save of 5 s, with later ones of 0.2 s, puts off neither the second nor those behind it."""
+    """A first save of 5 s, with later ones of 0.2 s, puts off neither the second nor those after it."""
     run = Run(save_seconds=lambda number: 0.2 if number else 5.0)
     run.train(600)
     first, second, *later = run.intervals()
@@ -147,7 +147,7 @@ def test_killed_whenever_it_has_run_three_times_as_long_as_a_start_takes(start_s
 
 
 def test_resumed_run_does_not_save_what_it_has_read() -> None:
-    """The first save comes when there is something new, soon behind the start."""
+    """The first save comes when there is something new, soon after the start."""
     run = Run(is_resumed=True, start_seconds=4.0)
     run.train(30)
     assert run.saves[0] == pytest.approx(2.0, abs=0.2)

@@ -226,7 +226,7 @@ def weights(trainer: Trainer) -> list[Any]:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
-    """As a plugin, by itself or in AsyncCheckpointIO, it writes the files and reads the one that fit goes on from."""
+    """As a plugin, by itself or in AsyncCheckpointIO, it writes the files and reads the one that fit continues from."""
 
     def plugin() -> Any:
         return AsyncCheckpointIO(AtomicCheckpointIO()) if wrapped else AtomicCheckpointIO()
@@ -245,7 +245,7 @@ def test_trainer_without_the_callback(wrapped: bool, tmp_path: Path) -> None:
 
 
 def test_callback_has_it_for_the_length_of_the_fit(tmp_path: Path) -> None:
-    """ModelCheckpoint's files are written by it within fit; behind fit the strategy has Lightning's own again."""
+    """ModelCheckpoint's files are written by it within fit; after fit the strategy has Lightning's own again."""
     seen: list[Any] = []
 
     class Looks(Net):
@@ -331,7 +331,7 @@ def test_fit_says_how_its_checkpoint_is_loaded(tmp_path: Path) -> None:
 
 
 def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
-    """A fit with the callback does not go on from weights that nobody has trained."""
+    """A fit with the callback does not continue from weights that nobody has trained."""
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(tmp_path / "a.ckpt")
     content = bytearray((tmp_path / "a.ckpt").read_bytes())
     weight = load_file(tmp_path / "a.ckpt")["state_dict"]["layers.0.weight"]
@@ -342,7 +342,7 @@ def test_damaged_ckpt_path_is_an_error(tmp_path: Path) -> None:
 
 
 def test_best_behind_fit_is_loaded_by_lightnings_own(tmp_path: Path) -> None:
-    """`test(ckpt_path="best")` behind fit works as without us."""
+    """`test(ckpt_path="best")` after fit works as without us."""
     saver = ModelCheckpoint(tmp_path / "files", monitor="val_loss")
 
     class Tested(Net):

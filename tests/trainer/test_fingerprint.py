@@ -108,7 +108,7 @@ LOADERS: dict[str, tuple[DataLoader[Any], DataLoader[Any], str]] = {
     "tensors": (loader(TensorDataset(ones(8))), loader(TensorDataset(2 * ones(8))), "dataset.tensors.0: "),
     "split": (loader(Subset(BASE, [0, 1])), loader(Subset(BASE, [0, 2])), "dataset.indices: "),
     "size of the split": (loader(Subset(BASE, [0, 1])), loader(Subset(BASE, [0])), "dataset.length: 2 when"),
-    "data behind a split": (
+    "data after a split": (
         loader(Subset(BASE, [0, 1])),
         loader(Subset(Rows(changed(0)), [0, 1])),
         "dataset.dataset.rows: ",
@@ -270,7 +270,7 @@ def test_rate_that_a_scheduler_changed_is_no_difference() -> None:
     ],
 )
 def test_each_change_of_the_trainer_gives_a_line(arguments: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    """What groups batches or changes the arithmetic has its line; going on for longer is no difference."""
+    """What groups batches or changes the arithmetic has its line; continuing for longer is no difference."""
     saved = trainer_fingerprint(make_trainer([], tmp_path))
     assert expected in list(differences(saved, trainer_fingerprint(make_trainer([], tmp_path, **arguments))))
     longer: Trainer = make_trainer([], tmp_path, max_epochs=7)

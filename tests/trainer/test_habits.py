@@ -99,7 +99,8 @@ def test_our_lines_stand_alone_beside_a_progress_bar(bar: str, tmp_path: Path) -
         assert any(line.startswith(text) for line in lines), (text, lines)
         assert not [line for line in lines if text in line.lstrip() and not line.startswith(text)], lines
     assert [line.rstrip() for line in lines if line.startswith("Stopped by")] == [
-        "Stopped by SIGTERM before batch 4 of epoch 0. Run the same command again to go on before batch 4 of epoch 0."
+        "Stopped by SIGTERM before batch 4 of epoch 0. Run the same command again to continue"
+        " before batch 4 of epoch 0."
     ]
     assert bar == "none" or any("Epoch 0" in line for line in lines)
 

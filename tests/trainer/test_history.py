@@ -106,7 +106,7 @@ def test_fit_tells_what_happens_once(trainer: Trainer, tmp_path: Path) -> None:
 def test_sign_of_life_is_due_ten_seconds_later(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
 ) -> None:
-    """Whatever is told is a sign of life: the next is due ten seconds behind it, sooner in a fit that is young."""
+    """Whatever is told is a sign of life: the next is due ten seconds after it, sooner in a fit that is young."""
     monkeypatch.setattr(time, "perf_counter", lambda: 5000.0)
     history = History(trainer, open_history(str(tmp_path), check=hold))
     monkeypatch.setattr(time, "perf_counter", lambda: 5000.0 + age)
@@ -153,7 +153,7 @@ def test_start_of_a_process_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_script_that_ended_is_noted_where_there_is_a_history(tmp_path: Path) -> None:
-    """The end of a script is noted behind its fits; without any nothing is written."""
+    """The end of a script is noted after its fits; without any nothing is written."""
     LocalHistory(str(tmp_path)).close()
     assert list(tmp_path.iterdir()) == []
     file = LocalHistory(str(tmp_path))
@@ -167,7 +167,7 @@ def test_script_that_ended_is_noted_where_there_is_a_history(tmp_path: Path) -> 
 def test_history_that_cannot_be_written_is_announced_once(
     trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """Whatever is wrong with the file, the fit goes on, and one warning says what is missing."""
+    """Whatever is wrong with the file, the fit continues, and one warning says what is missing."""
     if how == "is a directory":
         (tmp_path / "history.jsonl").mkdir()
     elif how == "disk is full":
@@ -184,7 +184,7 @@ def test_history_that_cannot_be_written_is_announced_once(
         file.close()
     assert due_at < float("inf")
     assert "can't be written to" in message(caplog)
-    assert "training goes on without" in message(caplog)
+    assert "training continues without" in message(caplog)
 
 
 def test_interrupt_is_not_held_back(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_long_file_is_shortened(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_become_shorter_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all of it is needed it is not written anew for each line."""
+    """Where all of it is needed it is not written again for each line."""
     calls = []
     shorten = history_file.shortened
     monkeypatch.setattr(history_file, "shortened", lambda *a, **k: calls.append(1) or shorten(*a, **k))
@@ -245,7 +245,7 @@ def test_object_holds_the_lines_of_all_processes(url: str) -> None:
 
 
 def test_end_of_a_script_whose_fits_were_elsewhere_is_noted(url: str) -> None:
-    """A process that has told nothing itself, since its fits ran in others, notes its end behind their lines."""
+    """A process that has told nothing itself, since its fits ran in others, notes its end after their lines."""
     file = RemoteHistory(url, check=hold)
     file.add(Story().begin().lines[0])
     file.flush()
@@ -267,7 +267,7 @@ def count_replacements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_two_threads_that_add_at_once_begin_to_send_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sign of life and an autosave that is written behind training may both find that the minute is over."""
+    """A sign of life and an autosave that is written in the background may both find that the minute is over."""
     file = RemoteHistory(url, check=hold)
     is_other_there = threading.Barrier(2)
 
@@ -323,7 +323,7 @@ def test_object_is_replaced_once_a_minute(url: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_signs_of_life_in_memory_do_not_pile_up(url: str) -> None:
-    """Of signs of life one behind the other only the newest is kept."""
+    """Of signs of life one after the other only the newest is kept."""
     file = RemoteHistory(url, check=hold)
     story = Story().begin().start()
     for _ in range(5):

@@ -46,10 +46,10 @@ def test_stop_before_anything_is_saved_names_what_the_start_continued_from(
     """A stop in the sanity check leaves the start where it began: at the beginning, or at the autosave before."""
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
         fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path)
-    assert "Run the same command again to go on from the beginning." in caplog.text
+    assert "Run the same command again to continue from the beginning." in caplog.text
     from_checkpoint = tmp_path / "given.ckpt"
     fit_net([], tmp_path, max_epochs=1).save_checkpoint(from_checkpoint)
     caplog.clear()
     with caplog.at_level("INFO"), pytest.raises(TrainingStopped):
         fit_net([ours(tmp_path), StopInSanityCheck()], tmp_path, ckpt_path=from_checkpoint)
-    assert f"Run the same command again to go on from {from_checkpoint}." in caplog.text
+    assert f"Run the same command again to continue from {from_checkpoint}." in caplog.text

@@ -75,7 +75,7 @@ class Weighted(Net):
 
 
 def test_constant_that_the_user_edits_stands(tmp_path: Path) -> None:
-    """What training has not changed is what the script says; the count goes on."""
+    """What training has not changed is what the script says; the count continues."""
     path = save(tmp_path, Weighted())
     module = Weighted(scale=2.0, start=100)
     module.offsets.append(3.0)
@@ -219,7 +219,7 @@ class Sees(Callback):
 
 
 def test_registered_state(tmp_path: Path) -> None:
-    """It goes on; without the registration the report says that nobody takes it."""
+    """It continues; without the registration the report says that nobody takes it."""
     seen: dict[str, Any] = {}
     path = tmp_path / "saved.ckpt"
     fit(tmp_path, Net(), [registered(tmp_path / "first", seen), Sees(seen), SavesAt(path)])

@@ -1,4 +1,4 @@
-"""A checkpoint of Lightning 1.9's fault tolerance: what Lightning takes from it goes on, and the rest is named."""
+"""A checkpoint of Lightning 1.9's fault tolerance: what Lightning takes from it continues, and the rest is named."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def old_checkpoint(directory: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
 
 
 class Look(Callback):
-    """Keeps the weights with which the training goes on."""
+    """Keeps the weights with which the training continues."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
@@ -82,7 +82,7 @@ class Look(Callback):
 
 
 def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
-    """Weights, optimizer and counters are those of the file; the report says that the rest begins anew."""
+    """Weights, optimizer and counters are those of the file; the report says that the rest begins again."""
     path, checkpoint = old_checkpoint(tmp_path)
     callback, look = FaultTolerance(run_id="old"), Look()
     module = Net()
@@ -97,7 +97,7 @@ def test_goes_on_as_lightning_takes_it(tmp_path: Path) -> None:
 
 
 def test_one_with_objects_is_refused_with_what_allows_it(tmp_path: Path) -> None:
-    """A file that only an unsafe load takes is an error that names the way; that way it goes on."""
+    """A file that only an unsafe load takes is an error that names the way; that way it continues."""
     path, _ = old_checkpoint(tmp_path, mode=Mode.AUTOMATIC)
     allowed = [AtomicCheckpointIO(weights_only=False)]
     with pytest.raises(UnsafeCheckpointError, match=r"AtomicCheckpointIO\(weights_only=False\)"):

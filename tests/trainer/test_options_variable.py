@@ -173,11 +173,12 @@ def test_children_have_the_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         (
             False,
-            "pass strict=False to go on with what can be restored, or FaultTolerance(run_id=...) with another name",
+            "pass strict=False to continue with what can be restored, or FaultTolerance(run_id=...) with another name",
         ),
         (
             True,
-            f'set {OPTIONS_VARIABLE}="strict=false" to go on with what can be restored, or {OPTIONS_VARIABLE}="run_id=',
+            f'set {OPTIONS_VARIABLE}="strict=false" to continue with what can be restored,'
+            f' or {OPTIONS_VARIABLE}="run_id=',
         ),
     ],
 )

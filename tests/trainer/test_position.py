@@ -41,17 +41,17 @@ def test_state_law(where: str) -> None:
     ("where", "resumable", "text"),
     [
         (BOUNDARY, True, "before batch 3 of epoch 1"),
-        (VALIDATION, True, "at the validation run behind batch 3 of epoch 1"),
-        (FINISHED, True, "behind the end of the fit"),
+        (VALIDATION, True, "at the validation run after batch 3 of epoch 1"),
+        (FINISHED, True, "after the end of the fit"),
         (EPOCH_START, True, "at the start of epoch 1"),
-        (BATCH_END, True, "behind the step of batch 2 of epoch 1"),
-        (VALIDATION_END, True, "at the end of the validation run behind batch 3 of epoch 1"),
+        (BATCH_END, True, "after the step of batch 2 of epoch 1"),
+        (VALIDATION_END, True, "at the end of the validation run after batch 3 of epoch 1"),
         (EPOCH_END, True, "at the end of epoch 1"),
         ("on_train_start", False, "at batch 3 of epoch 1"),
     ],
 )
 def test_place_in_words(where: str, resumable: bool, text: str) -> None:
-    """Each place has its words; from a hook that is none of them no run can go on."""
+    """Each place has its words; from a hook that is none of them no run can continue."""
     assert str(at(where)) == text
     assert str(at(where, hook="on_x")) == f"{text}, saved in on_x"
     assert at(where).is_resumable is resumable
@@ -79,7 +79,7 @@ def test_position_counts_consumed_batches(tmp_path: Path) -> None:
 
 
 def test_finished_is_furthest_and_nothing_is_first() -> None:
-    """A finished fit is behind every batch; a checkpoint without loops, of other tools, is at the beginning."""
+    """A finished fit is after every batch; a checkpoint without loops, of other tools, is at the beginning."""
     part = {"position": at(FINISHED).state_dict()}
     assert progress_of({}, part) == float("inf")
     assert progress_of({}, None) == 0

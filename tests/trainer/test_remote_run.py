@@ -177,7 +177,7 @@ def test_run_in_memory_is_saved_and_removed(tmp_path: Path, option: str) -> None
 
 
 class SavesForSlurm(Callback):
-    """Leaves what Lightning goes on from of its own accord."""
+    """Leaves what Lightning continues from of its own accord."""
 
     def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
         if trainer.global_step == 2:
@@ -186,7 +186,7 @@ class SavesForSlurm(Callback):
 
 @pytest.mark.parametrize(("every", "taken"), [(1, "Resuming from"), (1_000, "is further on than")])
 def test_checkpoint_of_lightning_in_the_store_is_compared_with_the_autosaves(s3: str, every: int, taken: str) -> None:
-    """Below a URL, too, the run goes on from whichever is further, a checkpoint of Lightning's own or our autosave."""
+    """Below a URL, too, the run resumes from whichever is further, a checkpoint of Lightning's own or our autosave."""
 
     def main(*faults: Any, ckpt_path: str | None = None) -> None:
         callback = FaultTolerance(every_n_train_steps=every)

@@ -163,7 +163,7 @@ def test_autosaves_go_when_the_process_ends_well(tmp_path: Path) -> None:
 
 
 def test_autosaves_stay_when_the_script_raises(tmp_path: Path) -> None:
-    """An exception that nobody caught, behind fit too, leaves the autosaves for the next start."""
+    """An exception that nobody caught, after fit too, leaves the autosaves for the next start."""
     assert "of the user" in end_of(tmp_path, "raises").stderr
     assert len(list(tmp_path.glob("run/fit-1/autosave-*.ckpt"))) == 1
 
@@ -182,7 +182,7 @@ def test_second_process_is_refused(tmp_path: Path) -> None:
 
 
 def test_run_that_could_not_be_opened_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error behind the lock gives it back: a second try in the same process is not refused as a second run."""
+    """An error after the lock gives it back: a second try in the same process is not refused as a second run."""
 
     def fails(store: LocalStore) -> None:
         raise OSError("the network is down")

@@ -182,7 +182,7 @@ def test_handler_that_was_there_is_called_too() -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("x")])
 def test_handler_that_raises_ends_no_run_unsaved(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    """A script whose own handler calls sys.exit is saved too, and is told what became of that, once, behind it."""
+    """A script whose own handler calls sys.exit is saved too, and is told what became of that, once, after it."""
 
     def own(*_: object) -> None:
         raise error
@@ -233,7 +233,7 @@ def test_uninstalled_twice_or_never_installed() -> None:
 
 
 def test_outside_the_main_thread_nothing_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """Python handles signals in the main thread only: elsewhere that is said, and the fit goes on."""
+    """Python handles signals in the main thread only: elsewhere that is said, and the fit continues."""
     stop = StopSignals(BOTH, grace_seconds=60.0)
     thread = threading.Thread(target=stop.install, args=({},))
     thread.start()
@@ -370,7 +370,7 @@ def test_nobody_steps_in_without_a_request(stop: StopSignals) -> None:
 
 
 def test_nobody_steps_in_after_the_fit() -> None:
-    """Once the signals are given back, the watcher is gone: nothing is raised behind ``fit``."""
+    """Once the signals are given back, the watcher is gone: nothing is raised after ``fit``."""
     with watched(0.1):
         send(signal.SIGTERM)
     time.sleep(0.2)

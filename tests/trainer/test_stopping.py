@@ -26,7 +26,7 @@ class BreaksInTheEnd(CSVLogger):
 
 
 def test_nothing_is_left_where_lightning_does_not_tear_down(tmp_path: Path) -> None:
-    """Where a logger that raises behind an exception keeps Lightning's teardown from running, all is given back."""
+    """Where a logger that raises after an exception keeps Lightning's teardown from running, all is given back."""
     ours = FaultTolerance(dirpath=tmp_path / "autosaves")
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     with pytest.raises(OSError, match="no space left"):

@@ -81,7 +81,7 @@ def start(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def told(done: subprocess.CompletedProcess[str], what: str) -> str:
-    """What a script printed behind a word."""
+    """What a script printed after a word."""
     return next(line for line in done.stdout.splitlines() if line.startswith(what))
 
 
@@ -244,7 +244,7 @@ def test_own_tests_of_a_module_of_the_other_package() -> None:
 
 @pytest.mark.parametrize("helpers", [runs, twin_runs], ids=PACKAGES)
 def test_empty_hooks_are_those_of_both_packages(helpers: Any, tmp_path: Path) -> None:
-    """With both packages as bases the callback uses no hook of a batch: none is called, or is lost behind a save."""
+    """With both packages as bases the callback uses no hook of a batch: none is called, or is lost after a save."""
     seen: list[Any] = []
 
     class Saves(helpers.Callback):  # type: ignore[misc,name-defined]

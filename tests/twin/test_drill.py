@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize("kind", ["TERM", "KILL"])
 def test_script_of_pytorch_lightning_is_drilled(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A training with a Trainer of the other package is struck, goes on, and ends as if nothing had happened."""
+    """A training with a Trainer of the other package is struck, continues, and ends as if nothing had happened."""
     script = tmp_path / "training.py"
     script.write_text(TRANSLATION.translated(test_real_training.TRAINING.read_text()))
     assert "from pytorch_lightning import" in script.read_text()

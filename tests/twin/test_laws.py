@@ -72,7 +72,7 @@ def case(law: str, *marks: Any) -> Any:
 
 @pytest.mark.parametrize("law", [*map(case, LAWS), *(case(law, pytest.mark.slow) for law in SLOW)])
 def test_law(law: str, request: pytest.FixtureRequest) -> None:
-    """A run of the other package that is killed, stopped, or saved in a hook goes on exactly."""
+    """A run of the other package that is killed, stopped, or saved in a hook continues exactly."""
     test = found(law)
     arguments = first_case(test)
     fixtures = [one for one in inspect.signature(test).parameters if one not in arguments]

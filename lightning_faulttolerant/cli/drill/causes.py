@@ -50,7 +50,7 @@ _AUGMENTATION = Cause(
     text="The batch was made of the same samples, but other things were made of them: an augmentation differs, or what"
     " the data set keeps between samples.",
     advice=(
-        "What a data set or a transform keeps outside of Python (in a library of C, in a file) begins anew in each"
+        "What a data set or a transform keeps outside of Python (in a library of C, in a file) begins again in each"
         " process: make it a function of the sample's index and of the epoch.",
         "A generator that an augmentation draws from must be one of torch's, NumPy's or Python's, which the data set,"
         " the transform, or one of your modules holds: one of another library is not restored.",
@@ -63,7 +63,7 @@ _DATA = Cause(
     text="The batch has another content. It was not made of indices that could be compared, so either other samples"
     " were read, or other things were made of them.",
     advice=(
-        "An iterable data set goes on exactly where it has state_dict and load_state_dict, or where reading it again"
+        "An iterable data set continues exactly where it has state_dict and load_state_dict, or where reading it again"
         " gives the same samples: look for files in another order, and for a shared source that moves on.",
         *_AUGMENTATION.advice[:2],
     ),
@@ -106,10 +106,10 @@ _LEARNING_RATES = Cause(
 )
 _METRICS = Cause(
     part=METRICS,
-    text="Training goes on equal, but a metric does not: its sum was not the same.",
+    text="Training continues equal, but a metric does not: its sum was not the same.",
     advice=(
-        "A torchmetrics.Metric goes on if it is held by the module, in a list or a dict too: one in a callback needs a"
-        " state_dict of that callback.",
+        "A torchmetrics.Metric continues if it is held by the module, in a list or a dict too: one in a callback needs"
+        " a state_dict of that callback.",
         f"A sum that Python does not hold: {_SAVE}.",
     ),
 )
@@ -124,7 +124,7 @@ _LOGGED = Cause(
 )
 _COURSE = Cause(
     part=COURSE,
-    text="The two runs did not do the same things one behind the other.",
+    text="The two runs did not do the same things one after the other.",
     advice=(
         "What decides when to stop, to validate or to log must be saved: a condition on the clock (max_time) or on"
         " files of an earlier process is not.",
@@ -192,7 +192,7 @@ def _of_end(mismatch: Mismatch) -> Cause:
 
 
 def _goes_on_equal(mismatch: Mismatch) -> bool:
-    """Return whether the weights are the same for all that can be seen behind the mismatch."""
+    """Return whether the weights are the same for all that can be seen after the mismatch."""
     if any(event.kind == ledger.BATCH for event in mismatch.expected_next):
         return mismatch.num_batches_equal_behind > 0
     ends = [
@@ -230,7 +230,7 @@ def _source_of(log: Mismatch) -> Mismatch | None:
 
 
 def not_exact(reasons: Sequence[str], output: str) -> Cause:
-    """Return the cause of a difference in a run that has said itself that it does not go on exactly.
+    """Return the cause of a difference in a run that has said itself that it does not continue exactly.
 
     Args:
         reasons: What it has said.
@@ -240,7 +240,7 @@ def not_exact(reasons: Sequence[str], output: str) -> Cause:
     return Cause(
         part=NOT_EXACT,
         text=f"A restart said itself that it could not restore everything: {said}.",
-        advice=("strict=False lets a run go on like that. Do what the message says, or do without strict=False.",),
+        advice=("strict=False lets a run continue like that. Do what the message says, or do without strict=False.",),
     )
 
 

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
         metavar="COMMAND",
-        nargs=argparse.PARSER,  # all behind its first word is its own, also where -- was left out
-        help="what starts your training, with its arguments; behind --",
+        nargs=argparse.PARSER,  # all after its first word is its own, also where -- was left out
+        help="what starts your training, with its arguments; after --",
     )
     parser.add_argument("--kills", metavar="N", type=_at_least_1, default=5, help="how often it is struck (default: 5)")
     parser.add_argument(

@@ -34,7 +34,7 @@ class Mismatch:
         fields: The names of what differs in it, in the order in which they come about; empty where one of the events is
             another one altogether or not there.
         number: Training batches before it.
-        expected_next: The uninterrupted run's events behind it.
+        expected_next: The uninterrupted run's events after it.
         found_next: Those of the other.
     """
 
@@ -59,7 +59,7 @@ class Mismatch:
 
     @property
     def num_batches_equal_behind(self) -> int:
-        """How many training batches that come behind it are equal in all that a step depends on and gives."""
+        """How many training batches that come after it are equal in all that a step depends on and gives."""
         number = 0
         pairs = zip(_batches(self.expected_next), _batches(self.found_next), strict=False)
         for one, other in pairs:

@@ -32,9 +32,9 @@ _NO_LEDGER = Cause(
 )
 _OWN_RUN = Cause(
     part="existing run",
-    text="A run that was to begin from the beginning went on from a checkpoint. It was ended at once.",
+    text="A run that was to begin from the beginning continued from a checkpoint. It was ended at once.",
     advice=(
-        'fit(ckpt_path="last") and a ckpt_path that is found by the script make it go on from an earlier run.'
+        'fit(ckpt_path="last") and a ckpt_path that is found by the script make it continue from an earlier run.'
         " {run} in the command becomes uninterrupted or interrupted, and can keep their outputs apart:"
         " --output out/{run}.",
     ),
@@ -42,10 +42,10 @@ _OWN_RUN = Cause(
 _SEVERAL = Cause(
     part="several trainings",
     text="The script trains in several processes of its own that write one ledger, or its launcher has started them"
-    " anew though no one had interrupted it.",
+    " again though no one had interrupted it.",
     advice=(
         "Drill what one of these processes does: a command that trains one fold, one model.",
-        "A launcher that starts its ranks anew tells why in the output of the script.",
+        "A launcher that starts its ranks again tells why in the output of the script.",
     ),
 )
 _NOT_RESUMED = Cause(
@@ -64,7 +64,7 @@ _APART = (
 )
 _NO_AUTOSAVE = Cause(
     part="no autosaves",
-    text="No autosave was written at all, so that there was nothing to go on from.",
+    text="No autosave was written at all, so that there was nothing to continue from.",
     advice=("PL_FAULT_TOLERANT_TRAINING=0, in the environment or set by the script, switches them off: unset it.",),
 )
 _NOT_HANDED_ON = (
@@ -74,7 +74,7 @@ _NOT_HANDED_ON = (
 _CAUGHT = Cause(
     part="caught exception",
     text="It caught the exception and trained on in the same process: what it left out, or began again from the"
-    " beginning, is not what the uninterrupted run did. A run goes on where the same command is run again.",
+    " beginning, is not what the uninterrupted run did. A run continues where the same command is run again.",
     advice=(
         "Let the exception end the script, and the same command be run again: that is what the drill does.",
         "--signal KILL leaves the script nothing to catch.",
@@ -88,7 +88,7 @@ def failed(process: DrillProcess, *, run: str, is_restart: bool) -> Verdict:
     Args:
         process: The process.
         run: Name of its run.
-        is_restart: Whether it had been struck before, so that the script can't go on rather than not run at all.
+        is_restart: Whether it had been struck before, so that the script can't continue rather than not run at all.
     """
     code = process.exit_code
     refusal = refusal_in(process.tail(_NUM_LINES))
@@ -169,7 +169,7 @@ def _of_outcome(ran: Ran) -> Verdict | None:
     if ran.outcome == running.NOT_STOPPED:
         cause = Cause(
             part="stop",
-            text="After a SIGTERM the run goes on to its next boundary, saves and ends.",
+            text="After a SIGTERM the run continues to its next boundary, saves and ends.",
             advice=(
                 "A batch or a save that takes longer, or a launcher that keeps the signal for itself, keeps it from"
                 " that.",
@@ -188,7 +188,7 @@ def beyond_the_end(batch: int, num_batches: int) -> Verdict:
         num_batches: Of the whole run.
     """
     return _not_judged(
-        f"--at {batch} is behind the end: the run has {plural(num_batches, 'batch')}.",
+        f"--at {batch} is after the end: the run has {plural(num_batches, 'batch')}.",
         Cause(
             part="usage",
             text="--at counts training batches over the whole run, from 0.",
@@ -265,7 +265,7 @@ def of_interrupted(
 def _first_of_stages(
     expected: Sequence[RankOfRun], ran: Ran, settings: DrillSettings
 ) -> tuple[Mismatch | None, list[RankOfRun]]:
-    """Return the first mismatch of all that was done, also of what was done again behind a strike, and what counts."""
+    """Return the first mismatch of all that was done, also of what was done again after a strike, and what counts."""
     mismatches = []
     ranks: list[RankOfRun] = []
     for number, ranks in enumerate(ran.stages(), 1):
@@ -280,7 +280,7 @@ def _of_mismatch(
 ) -> Verdict:
     is_older = not ran.is_restarted if mismatch.found is None else not mismatch.found.is_restarted
     if is_older and _was_caught(mismatch, expected, ran):
-        return _not_judged("The script trained on behind the exception that the drill had raised.", _CAUGHT)
+        return _not_judged("The script trained on after the exception that the drill had raised.", _CAUGHT)
     if is_older:
         verdict = _not_deterministic(mismatch, expected, found)
         note = "The difference is older than the first strike, so no restart has to do with it."
@@ -343,7 +343,7 @@ def _other_surroundings(expected: Sequence[RankOfRun], found: Sequence[RankOfRun
 
 
 def _inexact(ranks: Sequence[RankOfRun], process: int) -> list[Resumption]:
-    """Return where processes, up to this one, have gone on without everything."""
+    """Return where processes, up to this one, have continued without everything."""
     resumed = [resumption for run in ranks for resumption in run.resumed]
     return [resumption for resumption in resumed if resumption.process <= process and not resumption.is_exact]
 

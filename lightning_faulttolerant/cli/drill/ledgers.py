@@ -1,4 +1,4 @@
-"""What a run did, from the ledgers of its processes: joined where a restart went on, so that each batch counts once."""
+"""What a run did, from the ledgers of its processes: joined where a restart resumed, so that each batch counts once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Event:
         values: What is compared.
         place: Where in the run it belongs; of a batch, the batches that are done when it is.
         in_validation: Whether it was made in a validation run.
-        is_epoch_end: Whether it was made behind the last batch of a training epoch.
+        is_epoch_end: Whether it was made after the last batch of a training epoch.
         process: Number of the process that wrote it, from 0.
         is_restarted: Whether that was another one than the run's first, be it one that a launcher in it has made.
         time: When, seconds since 1970.
@@ -47,7 +47,7 @@ class Event:
 
     def __str__(self) -> str:
         epoch, batch = self.place[1:]
-        behind = f"behind batch {batch - 1} of epoch {epoch}"
+        behind = f"after batch {batch - 1} of epoch {epoch}"
         where = {
             ledger.BATCH: f"batch {batch - 1} of epoch {epoch}",
             ledger.VALIDATED: f"the validation run {behind}",
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """Where a fit went on from a checkpoint.
+    """Where a fit continued from a checkpoint.
 
     Args:
         process: Number of the process, from 0.
@@ -79,10 +79,10 @@ class Resumption:
     @property
     def is_finished(self) -> bool:
         """Whether the fit had come to its end."""
-        return self.text.startswith("behind the end")
+        return self.text.startswith("after the end")
 
     def kept_of(self, events: Sequence[Event]) -> list[Event]:
-        """Return those of the fit's events that had happened when the state was taken that it went on from."""
+        """Return those of the fit's events that had happened when the state was taken that it continued from."""
         return [event for event in events if self._was_before(event)]
 
     def _was_before(self, event: Event) -> bool:
@@ -92,7 +92,7 @@ class Resumption:
             return event.kind != ledger.END and event.place < self.place
         if self.text.startswith("at the validation run"):
             return not event.in_validation and not event.is_epoch_end
-        if self.text.startswith("behind the step"):
+        if self.text.startswith("after the step"):
             return event.kind == ledger.BATCH
         if self.text.startswith("at the end of epoch"):
             return not event.is_epoch_end
@@ -107,7 +107,7 @@ class RankOfRun:
         rank: Its number.
         fits: For each fit of the script the events that count, in order.
         begun: The lines with which its fits began, each with the number of the process.
-        resumed: Where fits went on, in order.
+        resumed: Where fits continued, in order.
         autosaves: For each autosave the process and the place of its position.
         is_restarted: Whether a fit was begun more than once.
     """
@@ -137,7 +137,7 @@ class RankOfRun:
         if kind == ledger.FIT:
             self.is_restarted |= fit in self._earlier
             self.begun.append((process, line))
-            # Until it is known whether the fit goes on or begins anew. A process that did nothing takes nothing away.
+            # Until it is known whether the fit resumes or begins again. A process that did nothing takes nothing away.
             self._earlier[fit] = events or self._earlier.get(fit, [])
             self.fits[fit] = []
         elif kind == ledger.RESUMED:
@@ -183,11 +183,11 @@ class BatchNumbers:
 
 
 def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
-    """Join what the processes of a run wrote on one rank; behind a place where a later one went on, its word counts.
+    """Join what the processes of a run wrote on one rank; after a place where a later one continued, its word counts.
 
     Args:
         rank: Whose ledgers these are.
-        processes: The lines of each process of the drill, in order. A launcher that starts its ranks anew makes them
+        processes: The lines of each process of the drill, in order. A launcher that starts its ranks again makes them
             write on in the same file.
     """
     run = RankOfRun(rank=rank)
@@ -198,7 +198,7 @@ def join(rank: int, processes: Iterable[Iterable[Line]]) -> RankOfRun:
 
 
 def resumption_of(process: int, line: Line) -> Resumption:
-    """Return where a fit went on.
+    """Return where a fit continued.
 
     Args:
         process: Number of the process that wrote the line.

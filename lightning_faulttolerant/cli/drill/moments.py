@@ -57,7 +57,7 @@ def plan_of(settings: DrillSettings, coming: Sequence[Moment], numbers: BatchNum
         settings: Of the drill.
         coming: When it is to be struck.
         numbers: Of the uninterrupted run.
-        num_saved: How many batches are done where it goes on.
+        num_saved: How many batches are done where it continues.
     """
     saves = []
     for moment in coming:

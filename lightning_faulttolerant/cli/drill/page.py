@@ -127,7 +127,7 @@ def _curves(result: DrillResult) -> Child:
 def _strikes(result: DrillResult) -> Child:
     if not result.strikes:
         return None
-    header = ("strike", "hit", "batches done", "went on from", "done twice", "process ran", "to the next batch")
+    header = ("strike", "hit", "batches done", "continued from", "done twice", "process ran", "to the next batch")
     rows = [_strike_row(strike, has_fits=_num_fits(result) > 1) for strike in result.strikes]
     right = ("batches done", "done twice", "process ran", "to the next batch")
     return tag("section", tag("h2", "Strikes"), table(header, rows, right=right, nouns="strikes"))

@@ -40,7 +40,7 @@ class Stretch:
 
 
 def stretches(strikes: Sequence[Strike], done_by: Sequence[int]) -> list[Stretch]:
-    """Return what each process did, from where it went on to where it was struck.
+    """Return what each process did, from where it continued to where it was struck.
 
     Args:
         strikes: Of the drill, in order.

@@ -79,7 +79,7 @@ def _before(difference: Difference, found: DrillResult) -> str:
     if not number:
         return f"No batch{where} comes before it."
     behind = number - found.strikes[0].resumed_at if found.strikes else 0
-    since = f", {behind:,} of them behind a restart" if behind > 0 else ""
+    since = f", {behind:,} of them after a restart" if behind > 0 else ""
     return f"Equal before it{where}: {plural(number, 'batch')}{since}."
 
 

@@ -58,7 +58,7 @@ class DrillProcess:
         """From its start to its end, or to the strike."""
         self.last_line_at = time.monotonic()
         self.resumed: list[Resumption] = []
-        """Where fits went on before the first batch."""
+        """Where fits continued before the first batch."""
         self.autosaves: list[Place] = []
         self.last_saved: Place | None = None
         """The furthest of them."""
@@ -69,7 +69,7 @@ class DrillProcess:
         self.last_ended = 0
         """Number of the last fit that has come to its end."""
         self.num_restarts = 0
-        """How often a launcher in it has started its ranks anew."""
+        """How often a launcher in it has started its ranks again."""
         self.autosaves_before: list[Place] = []
         """Of those that such a restart, or the end of the process, left."""
         self._process_id: int | None = None

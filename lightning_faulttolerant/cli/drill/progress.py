@@ -160,7 +160,7 @@ class RichProgress:
         self._live.stop()
 
     def update(self, status: Status) -> None:
-        """Draw it anew."""
+        """Draw it again."""
         self._live.update(self._lines(status))
 
     def tell(self, text: str) -> None:

@@ -47,9 +47,9 @@ class Strike:
         epoch: Of the fit.
         batch: Of the epoch.
         at: The same as a number of batches over the whole run: so many were done before it.
-        resumed_at: So many batches did not have to be done again: where the restart went on.
+        resumed_at: So many batches did not have to be done again: where the restart continued.
         resumed_text: The same place in the words of the restart.
-        num_twice: Batches that were done before the strike and again behind it.
+        num_twice: Batches that were done before the strike and again after it.
         seconds_in_process: From the start of the struck process to the strike.
         seconds_to_first_batch: From the restart to its first finished batch; None if it finished none.
         exit_code: Of the struck process; negative for a signal that ended it.

@@ -18,7 +18,7 @@ from lightning_faulttolerant.cli.drill.settings import EXCEPTION, KILL, TERM, Dr
 ENDED = "ended"
 FAILED = "failed"
 RESUMED = "resumed"
-BEGAN_ANEW = "began anew"
+BEGAN_ANEW = "began again"
 DIFFERENT = "different"
 TIMED_OUT = "timed out"
 NOT_STOPPED = "not stopped"
@@ -40,7 +40,7 @@ class Ran:
     Args:
         name: Of the run.
         outcome: ``ended``, ``failed`` (the last process, by itself), ``resumed`` (the first process),
-            ``began anew`` (a later one), ``different`` (before it was interrupted), ``timed out``, ``not stopped``
+            ``began again`` (a later one), ``different`` (before it was interrupted), ``timed out``, ``not stopped``
             (after a SIGTERM).
         processes: In order.
         seconds: From the first start to the end.
@@ -183,9 +183,9 @@ class Runner:
     def _coming(self, moments: Sequence[Moment], ran: Ran, last: int) -> Sequence[Moment]:
         """Return when the next process is to be struck; never if it is to end by itself.
 
-        Exceptions are not waited for: one must lie behind the place where the process goes on, and behind the one
+        Exceptions are not waited for: one must lie after the place where the process continues, and after the one
         before, if that came before there was an autosave with progress. All that are left are given, since a launcher
-        may start its ranks anew by itself.
+        may start its ranks again by itself.
         """
         num_struck = self._status.num_strikes
         if num_struck >= len(moments) or len(ran.processes) >= _MAX_PROCESSES * len(moments):
@@ -206,7 +206,7 @@ class Runner:
         return coming
 
     def _num_saved(self, ran: Ran) -> int:
-        """Return how many batches were done where the next process goes on."""
+        """Return how many batches were done where the next process continues."""
         saved = [self._numbers.at(place) for process in ran.processes for place in process.autosaves]
         return max(saved, default=0)
 
@@ -250,7 +250,7 @@ class Runner:
                 time.sleep(_LOOK_EVERY_SECONDS)
             process.kill()
         process.read()
-        # It was at its end: a restart of a run that has ended begins anew, as it should.
+        # It was at its end: a restart of a run that has ended begins again, as it should.
         if process.last_ended >= self._numbers.num_fits:
             self.ran[-1].is_cut = True
             return ENDED
@@ -296,7 +296,7 @@ class Runner:
         place = process.last_saved
         saved = None if place is None else self._numbers.at(place) if known else process.num_before(place)
         saved_before = self._status.saved or 0
-        # A fit has begun before it is known where it goes on.
+        # A fit has begun before it is known where it continues.
         done = self._done(process) if process.resumed or process.num_batches else saved_before
         self._status = replace(
             self._status,
@@ -314,7 +314,7 @@ class Runner:
             )
 
     def _start_of(self, process: DrillProcess) -> int:
-        """Return how many batches were done where a process went on."""
+        """Return how many batches were done where a process continued."""
         return max((self._numbers.of(resumption) for resumption in process.resumed), default=0)
 
     def _done(self, process: DrillProcess) -> int:
@@ -323,11 +323,11 @@ class Runner:
     def _has_progress(self, process: DrillProcess) -> bool:
         if process.last_saved is None:
             return False
-        # The one behind the last batch comes as the run ends: a restart from there would have nothing left to do.
+        # The one after the last batch comes as the run ends: a restart from there would have nothing left to do.
         return self._start_of(process) < self._numbers.at(process.last_saved) < len(self._numbers)
 
     def _has_gone_wrong(self, process: DrillProcess) -> str | None:
-        """Return what a process should not have done: gone on from elsewhere, or begun anew."""
+        """Return what a process should not have done: continued from elsewhere, or begun again."""
         if process.number == 0 and process.num_restarts == 0:
             if self._follower is not None and self._follower.is_different:
                 return DIFFERENT

@@ -24,7 +24,7 @@ class StrikePlan:
 
     Args:
         faults: Where it is to raise an exception: the first, and one of the next each time that a launcher in it starts
-            its ranks anew.
+            its ranks again.
         saves: Before which batches it is to save.
         hold: Before which batch it is to wait for its strike, if it is to.
     """

@@ -1,4 +1,4 @@
-"""The strikes of a run, from what its processes have written: where each hit, and where the run went on."""
+"""The strikes of a run, from what its processes have written: where each hit, and where the run continued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_faulttolerant.records.lines import Line
 
 _KINDS = (ledger.FIT, ledger.RESUMED, ledger.BATCH)
 _NEEDED = ("event", "fit", "time", "pid", "epoch", "batch", "text", "exact", "not_exact", "path")
-# A launcher that starts its ranks anew does not tell how they ended.
+# A launcher that starts its ranks again does not tell how they ended.
 _FAILED_UNDER_LAUNCHER = 1
 
 
@@ -24,7 +24,7 @@ class Stretch:
 
     Args:
         process: Of the drill.
-        lines: What it has written: where each fit began and went on, and its batches, their places only.
+        lines: What it has written: where each fit began and continued, and its batches, their places only.
         numbers: Of the uninterrupted run.
         index: In its process, from 0.
         is_last: Whether it is the last there.
@@ -43,7 +43,7 @@ class Stretch:
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where it went on, before its first batch; None if it began from the beginning."""
+        """Where it continued, before its first batch; None if it began from the beginning."""
         before = itertools.takewhile(lambda line: line["event"] != ledger.BATCH, self.lines)
         resumed = [resumption_of(self.process.number, line) for line in before if line["event"] == ledger.RESUMED]
         return max(resumed, key=self.numbers.of, default=None)
@@ -122,7 +122,7 @@ def _by_start(lines: Iterable[Line]) -> Iterator[list[Line]]:
 
 
 def strikes_of(stretches: Sequence[Stretch], kind: str) -> tuple[Strike, ...]:
-    """Return the strikes that count: behind which the run went on further than where it had been begun.
+    """Return the strikes that count: after which the run continued further than where it had been begun.
 
     Args:
         stretches: Of the run.

@@ -52,7 +52,7 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def joined(*children: Child) -> Markup:
-    """Return children one behind the other, as `tag` would hold them.
+    """Return children one after the other, as `tag` would hold them.
 
     Args:
         children: As in `tag`.

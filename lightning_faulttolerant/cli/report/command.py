@@ -18,7 +18,7 @@ from lightning_faulttolerant.records.accounting import report_of
 from lightning_faulttolerant.records.goodput import ChapterReport, RunReport
 
 DESCRIPTION = """\
-Report on a run: its processes, when each began, where it went on and why it ended; its autosaves; and where the time
+Report on a run: its processes, when each began, where it continued and why it ended; its autosaves; and where the time
 has gone: training that counted, waiting for autosaves, restoring, work that was done again, no process at all.
 
 DIR is a run's directory (<dirpath>/<run_id>), or a dirpath with several: the run that was alive last is reported, the

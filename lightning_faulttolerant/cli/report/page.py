@@ -101,7 +101,7 @@ def _processes(chapter: ChapterReport, report: RunReport) -> Child:
     is_running = chapter.number == report.num_chapters and report.made - processes[-1].last_seen <= RUNNING_SECONDS
     if is_running and processes[-1].reason is None:
         rows[-1][-1] = "may be running"
-    header = ("", "began", "ran", "went on from", "steps", "autosaves", "ended")
+    header = ("", "began", "ran", "continued from", "steps", "autosaves", "ended")
     made = table(header, rows, right=("ran", "steps", "autosaves"), firm=("", "began"), nouns="processes")
     return [made, _restored(chapter)]
 
@@ -133,7 +133,7 @@ def _origin(fit: Fit | None) -> Child:
 
 
 def _restored(chapter: ChapterReport) -> Child:
-    """Say once what all that went on restored exactly."""
+    """Say once what all that continued restored exactly."""
     resumed = [fit.resumed for fit in chapter.chapter.fits if fit.resumed is not None]
     texts = [text for text in (resumed[0].exact if resumed else ()) if all(text in each.exact for each in resumed)]
     if not texts:
@@ -172,7 +172,7 @@ def _autosave_section(chapter: ChapterReport) -> Child:
     if sizes:
         text += f" {size_text(sum(sizes))} were written."
     if behind:
-        text += f" {'All' if behind == number else count_text(behind)} of them behind training."
+        text += f" {'All' if behind == number else count_text(behind)} of them in the background."
     return tag("section", tag("h2", "Autosaves"), tag("p", text), autosave_bars(chapter, autosaves))
 
 

@@ -134,7 +134,7 @@ def progress(chapter: ChapterReport) -> Markup:
 
 
 def legs(chapter: ChapterReport) -> list[Leg]:
-    """Return how the steps went on in each process.
+    """Return how the steps continued in each process.
 
     Args:
         chapter: What happened.

@@ -64,7 +64,7 @@ def _chapter_lines(report: ChapterReport, made: float, *, is_last: bool) -> Iter
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             if fit.resumed is not None and fit.resumed.not_exact:
-                yield from _wrapped(f"Process {number} did NOT go on exactly: {'; '.join(fit.resumed.not_exact)}")
+                yield from _wrapped(f"Process {number} did NOT continue exactly: {'; '.join(fit.resumed.not_exact)}")
     for number, process in enumerate(chapter.processes, start=1):
         for fit in process.fits:
             for unsaved in fit.unsaved:

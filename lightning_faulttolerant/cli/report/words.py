@@ -57,7 +57,7 @@ def place_text(place: Place | None) -> str:
 
 
 def from_text(fit: Fit) -> str:
-    """Return where a fit went on, "start" for a fit that began at the beginning.
+    """Return where a fit continued, "start" for a fit that began at the beginning.
 
     Args:
         fit: Any.
@@ -85,7 +85,7 @@ def end_text(fit: Fit, *, is_last: bool, made: float) -> str:
 
     Args:
         fit: Any.
-        is_last: Whether nothing is known of the run behind it.
+        is_last: Whether nothing is known of the run after it.
         made: The time now.
     """
     if fit.reason is not None:

@@ -131,7 +131,7 @@ class KeptShards:
             OSError: If one has gone, or can't be moved.
         """
         checksums = self._checksums(shard, temporaries) if self._is_marked else ()
-        # Before and behind: between the two, and after a power loss, the checksum tells whether the file is whole.
+        # Before and after: between the two, and after a power loss, the checksum tells whether the file is whole.
         self._mark(shard, checksums, is_downloaded=True, is_new=True)
         for file, temporary in zip(self.shards[shard].files, temporaries, strict=True):
             publish(temporary, self.path(file), is_durable=not self._is_marked)

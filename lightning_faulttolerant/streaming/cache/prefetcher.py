@@ -54,7 +54,7 @@ class Prefetcher:
         predownload: How many samples ahead of the reader's position shards are fetched.
         num_readers: How many processes of this machine read through the same limit. Each fetches ahead at most its
             part of half the limit, or they would evict from each other what is about to be needed.
-        first: The position up to which samples are read at once: what is needed behind it is fetched once the reader
+        first: The position up to which samples are read at once: what is needed after it is fetched once the reader
             is there, so that nothing delays the first batch.
 
     Example::

@@ -22,7 +22,7 @@ from lightning_faulttolerant.streaming.cache.patience import result_in_time
 
 Result = TypeVar("Result")
 
-# What stands between // and @, and behind a question mark.
+# What stands between // and @, and after a question mark.
 _SECRETS = re.compile(r"(?<=//)[^/@]+@|\?.*")
 _WEB_PROTOCOLS = ("http", "https")
 
@@ -152,7 +152,7 @@ class _Copy(Callback):  # type: ignore[misc]  # fsspec has no annotations
 
 
 def _in_loop(fs: AsyncFileSystem, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-    """Begin with what can be cancelled when its time is over, so that nothing goes on behind our back."""
+    """Begin with what can be cancelled when its time is over, so that nothing continues behind our back."""
     return asyncio.run_coroutine_threadsafe(coroutine, fs.loop)
 
 
@@ -177,7 +177,7 @@ def _in_thread(function: Callable[[], Result]) -> concurrent.futures.Future[Resu
 def _join(directory: str, basename: str) -> str:
     if not basename:
         return directory
-    # A signature stands behind the path: https://host/folder?sig=...
+    # A signature stands after the path: https://host/folder?sig=...
     is_web = urlsplit(directory).scheme in _WEB_PROTOCOLS
     directory, mark, query = directory.partition("?") if is_web else (directory, "", "")
     return f"{directory.rstrip('/')}/{basename}{mark}{query}"

@@ -308,8 +308,8 @@ class ShardCache:
         if isinstance(cause, FileNotFoundError):
             return MissingShardError(f"{what} The index names it, so that no epoch is whole without it. Put it there.")
         if isinstance(cause, DamagedShardError):
-            return DamagedShardError(f"{what} It would give wrong samples. Write it, or its index, anew.")
-        return ShardError(f"{what} The epoch can't go on without it. Run again when it can be reached.")
+            return DamagedShardError(f"{what} It would give wrong samples. Write it, or its index, again.")
+        return ShardError(f"{what} The epoch can't continue without it. Run again when it can be reached.")
 
     def _name(self, shard: int) -> str:
         return f"Shard {shard} ({self.shards[shard].files[0].basename})"

@@ -28,7 +28,7 @@ class ShardInfo:
     Args:
         format: ``mds``, ``json``, ``csv``, ``tsv`` or ``xsv``.
         num_samples: How many samples it has; may be 0.
-        files: The files that are read: the data, and for formats other than ``mds`` the offsets ("meta") behind it.
+        files: The files that are read: the data, and for formats other than ``mds`` the offsets ("meta") after it.
         zip_files: What is stored of them remotely where the data set is compressed, in the same order; else empty.
         compression: The algorithm and its level (``zstd:7``), or ``None``.
         columns: What the format needs to read a sample: names, encodings, sizes, newline, separator.

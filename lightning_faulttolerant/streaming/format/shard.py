@@ -131,11 +131,11 @@ class ShardReader(ABC):
             ) from error
 
     def _offsets(self, table: Buffer, *, first: int | None, end: int) -> Positions:
-        """Return where the samples begin and end, as a table of offsets behind their number says.
+        """Return where the samples begin and end, as a table of offsets after their number says.
 
         Args:
             table: The file that holds the number of samples and the offsets.
-            first: Where the first sample begins, or ``None`` for anywhere behind the table.
+            first: Where the first sample begins, or ``None`` for anywhere after the table.
             end: Where the last one ends.
         """
         num_samples = self._info.num_samples

@@ -193,7 +193,7 @@ def table_of_offsets(samples: list[bytes], *, first: int) -> bytes:
         first: Where the first one begins.
 
     Raises:
-        ValueError: If they end behind what 32 bits can say.
+        ValueError: If they end after what 32 bits can say.
     """
     offsets = np.cumsum([first, *map(len, samples)], dtype=np.int64)
     if offsets[-1] >= _MAX_SHARD_BYTES:

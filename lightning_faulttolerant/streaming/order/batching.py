@@ -106,9 +106,9 @@ def batched_deal(
     samples = world.num_ranks * batch_size
     if start % samples:
         raise ValueError(
-            f"An epoch in {batching_method} batches can't go on from sample {start}: its global batches have"
-            f" {samples} samples ({world.num_ranks} ranks, batch_size={batch_size}), and this is inside of one. Go on"
-            " with the global batch size that the run began with."
+            f"An epoch in {batching_method} batches can't continue from sample {start}: its global batches have"
+            f" {samples} samples ({world.num_ranks} ranks, batch_size={batch_size}), and this is inside of one."
+            " Continue with the global batch size that the run began with."
         )
     is_in_turn = batching_method == "stratified" and algorithm not in (None, DEFAULT)
     return Deal(num_positions=num_positions, start=start, world=world, batch_size=batch_size, is_in_turn=is_in_turn)

@@ -63,7 +63,7 @@ class BlockOrder:
     neighbouring shards are alike need no larger block; data of which each shard is all of one kind do.
 
     Cost: memory for the list of shards and one block for each canonical node; a start or a resume permutes the shards,
-    and the samples of the blocks in which it goes on. Where the shards are so large that a block would have more than
+    and the samples of the blocks in which it continues. Where the shards are so large that a block would have more than
     131,072 samples, it is read in slices of about so many, each with a piece of each of its shards.
 
     Args:

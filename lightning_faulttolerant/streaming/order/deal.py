@@ -45,9 +45,9 @@ class Deal:
         start: How many of them were consumed before, by all ranks.
         world: Who reads.
         batch_size: Samples of one batch of one rank.
-        initial_nodes: The number of nodes at the beginning of a run of the original library that goes on with a number
+        initial_nodes: The number of nodes at the beginning of a run of the original library that resumes with a number
             of nodes for which that library keeps the order inside a global batch: the batch is then dealt as to
-            those, read in turn, and cut anew.
+            those, read in turn, and cut again.
         is_in_turn: Whether the first rank has the first positions of each global batch, the second the next ones:
             without nodes. There must be full steps only.
 
@@ -66,7 +66,7 @@ class Deal:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
         if not 0 <= self.start <= self.num_positions:
             raise ValueError(
-                f"An epoch of {self.num_positions} positions can't go on from position {self.start}. The state is"
+                f"An epoch of {self.num_positions} positions can't continue from position {self.start}. The state is"
                 " that of another data set or of another epoch_size."
             )
 

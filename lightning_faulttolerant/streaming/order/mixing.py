@@ -139,7 +139,7 @@ def chosen_of_shards(shard_size: Ints, chosen: int, *, granularity: int, draw: t
         shard_size: The number of samples of each shard.
         chosen: How many samples of the stream the epoch has.
         granularity: How many samples are taken from a shard at a time: few shards for a small share if it is large.
-        draw: What the choice depends on: seed, and epoch where it is drawn anew in each.
+        draw: What the choice depends on: seed, and epoch where it is drawn again in each.
         stream: Which one it is.
     """
     total = int(shard_size.sum())

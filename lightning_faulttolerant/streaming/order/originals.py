@@ -1,4 +1,4 @@
-"""The orders of the original library, MosaicML Streaming, bit for bit: a run begun with it goes on here.
+"""The orders of the original library, MosaicML Streaming, bit for bit: a run begun with it continues here.
 
 Each draws from one long stream of numpy's, so that it can be had from the beginning only: an array of all samples is
 made for each epoch: 80 MB and 0.3 to 2 s for 10^7 samples. The default order has no such array.

@@ -24,7 +24,7 @@ class Units:
         size: How many samples it has.
         shard_size: How many its shard has: if they are more, the samples are drawn from them.
         num_shards: Of the whole data set, with those that this epoch does not read.
-        draw: What the draws depend on: seed, and epoch where it is drawn anew in each.
+        draw: What the draws depend on: seed, and epoch where it is drawn again in each.
     """
 
     shard: Ints

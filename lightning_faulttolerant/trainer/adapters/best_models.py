@@ -15,7 +15,7 @@ def restore_best_models(trainer: Trainer, states: Mapping[str, Any]) -> None:
     """Let each ModelCheckpoint know its best and last files again, in another directory too.
 
     The default logger takes a new version directory at each start, and ModelCheckpoint drops what it knew when its
-    ``dirpath`` has changed: it would take the first result behind a resume for the best of all.
+    ``dirpath`` has changed: it would take the first result after a resume for the best of all.
 
     Args:
         trainer: Whose callbacks they are.

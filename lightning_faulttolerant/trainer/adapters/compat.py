@@ -23,12 +23,12 @@ SEAMS = {
     "StochasticWeightAveraging._initialized": "the scheduler that it swaps in",
     "StochasticWeightAveraging._latest_update_epoch": "weights that are averaged once an epoch",
     "StochasticWeightAveraging._max_epochs": "the number of its epochs",
-    "StochasticWeightAveraging._accumulate_grad_batches": "accumulation behind the epoch that updates batch norm",
+    "StochasticWeightAveraging._accumulate_grad_batches": "accumulation after the epoch that updates batch norm",
     "ModelPruning._parameters_to_prune": "masks of pruned weights",
     "ModelPruning._original_layers": "the first weights, to which pruning goes back",
     "ModelPruning._make_pruning_permanent": "the refusal to train a pruned run further",
     "Timer._start_time": "max_time: the time that a resume takes would count",
-    "Timer._end_time": "Timer.time_elapsed of a validation run, behind a resume",
+    "Timer._end_time": "Timer.time_elapsed of a validation run, after a resume",
     "ThroughputMonitor._throughputs": "the windows over which its rates are taken",
     "ThroughputMonitor._t0s": "the time that it logs",
     "ThroughputMonitor._lengths": "the lengths that it has counted",
@@ -101,7 +101,7 @@ def timer_state(timer: Timer) -> dict[str, Any]:
 
 
 def load_timer(timer: Timer, state: Mapping[str, Any]) -> None:
-    """Let the time go on from what `timer_state` gave, without what has passed since this process began to train."""
+    """Let the time continue from what `timer_state` gave, without what has passed since this process began to train."""
     now = time.monotonic()
     for name, elapsed in state["elapsed"].items():
         stage = RunningStage(name)
@@ -133,7 +133,7 @@ def throughput_state(monitor: ThroughputMonitor) -> dict[str, Any]:
 def load_throughput(monitor: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
     """Let it count on from what `throughput_state` gave; return the stages that it does not watch.
 
-    Its windows refuse a time or a count that is not above the one before, so these and the counters go on together.
+    Its windows refuse a time or a count that is not above the one before, so these and the counters continue together.
     """
     now = time.perf_counter()
     # Lightning 2.5 has lengths alone, and takes the other two from the loops.

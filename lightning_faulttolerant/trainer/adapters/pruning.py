@@ -53,7 +53,7 @@ class OwnMasks:
     """The masks of what a hook of the user's has pruned: the hook isn't called again, and ModelPruning's are its own.
 
     Args:
-        trainer: Whose fit goes on.
+        trainer: Whose fit continues.
         weights: The checkpoint's.
     """
 
@@ -69,7 +69,7 @@ class OwnMasks:
                 self._masks.append((module, name, weights[key + _MASK]))
 
     def apply(self) -> None:
-        """Prune by them, behind the load of the optimizers, which keep the parameters that they have."""
+        """Prune by them, after the load of the optimizers, which keep the parameters that they have."""
         for module, name, mask in self._masks:
             if not hasattr(module, name + _MASK):
                 prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))  # type: ignore[no-untyped-call]

@@ -13,10 +13,10 @@ from lightning_faulttolerant.trainer.compat import callbacks
 
 @contextmanager
 def spikes_restored(trainer: Trainer) -> Iterator[None]:
-    """Let each SpikeDetection load within the block what it has saved, on the device where it goes on.
+    """Let each SpikeDetection load within the block what it has saved, on the device where it continues.
 
     Its ``load_state_dict`` looks for ``running``, and the name is ``running_mean``: every restore would fail. What the
-    metric there holds is not in that state; it goes on with the other metrics of callbacks, behind the block.
+    metric there holds is not in that state; it continues with the other metrics of callbacks, after the block.
     """
     found = [callback for callback in callbacks(trainer) if isinstance(callback, SpikeDetection)]
     lacking = [callback for callback in found if not hasattr(callback, "running")]

@@ -42,11 +42,11 @@ class Adapter(Protocol):
         """Return a copy of it as plain values."""
 
     def load_state_dict(self, trainer: Trainer, callback: Any, state: Mapping[str, Any]) -> list[str] | None:
-        """Put it back, in the middle of an epoch or behind the end of the fit; return what has nothing to go to."""
+        """Put it back, in the middle of an epoch or after the end of the fit; return what has nothing to go to."""
 
 
 class _LearningRates:
-    """LearningRateMonitor's history: it is made anew at each start."""
+    """LearningRateMonitor's history: it is made again at each start."""
 
     def state_dict(self, trainer: Trainer, callback: LearningRateMonitor) -> dict[str, Any]:
         return {
@@ -64,7 +64,7 @@ class _LearningRates:
 class _Times:
     """Timer, and with it ``Trainer(max_time=...)``.
 
-    Its own state has the time, but what a resume takes behind ``on_train_start`` would count too.
+    Its own state has the time, but what a resume takes after ``on_train_start`` would count too.
     """
 
     def state_dict(self, trainer: Trainer, callback: Timer) -> dict[str, Any]:
@@ -75,9 +75,9 @@ class _Times:
 
 
 class _Throughputs:
-    """ThroughputMonitor: its counters, time and windows are made anew at each start.
+    """ThroughputMonitor: its counters, time and windows are made again at each start.
 
-    They go on together, without the time between two processes, so that its rates stay those of training.
+    They continue together, without the time between two processes, so that its rates stay those of training.
     """
 
     def state_dict(self, trainer: Trainer, callback: ThroughputMonitor) -> dict[str, Any]:
@@ -86,14 +86,14 @@ class _Throughputs:
 
     def load_state_dict(self, trainer: Trainer, callback: ThroughputMonitor, state: Mapping[str, Any]) -> list[str]:
         if state["counts_lengths"] != (callback.length_fn is not None):
-            return ["lengths"]  # it wants as many of them as of samples: nothing of it can go on
+            return ["lengths"]  # it wants as many of them as of samples: nothing of it can continue
         return load_throughput(callback, state["stages"])
 
 
 class _Averaging:
     """StochasticWeightAveraging: what it does at the start of an epoch, which a resume inside the epoch skips.
 
-    It swaps the scheduler for one of its own, and turns the epoch behind the last into one that trains nothing and
+    It swaps the scheduler for one of its own, and turns the epoch after the last into one that trains nothing and
     only updates batch norm. The callback does both again by its own hook; what that moves is put back.
     """
 
@@ -114,7 +114,7 @@ class _Averaging:
 
 
 class _Metrics:
-    """Metrics in attributes of any callback, or in lists and dicts there: they go on like those of the module."""
+    """Metrics in attributes of any callback, or in lists and dicts there: they continue like those of the module."""
 
     def state_dict(self, trainer: Trainer, callback: Callback) -> dict[str, Any]:
         return {name: metrics_state(metric) for name, metric in metrics_of(callback).items()}

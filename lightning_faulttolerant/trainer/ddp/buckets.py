@@ -2,7 +2,7 @@
 
 Gradients of many parameters are summed together, in buckets, and each rank begins the sum of another part of a bucket:
 the order of summation of one gradient depends on its place. DDP lays its buckets out by the order in which parameters
-were made, and anew by the order in which gradients come, behind its first backward. A process that goes on would have
+were made, and again by the order in which gradients come, after its first backward. A process that continues would have
 the first layout once more for its first batch.
 """
 
@@ -50,7 +50,7 @@ class Buckets:
     def why_not_exact(self) -> list[str]:
         """Return what DDP keeps from batch to batch and nobody saves."""
         reason = (
-            "keeps a state from batch to batch, such as PowerSGD's errors, which is in no checkpoint: it begins anew"
+            "keeps a state from batch to batch, such as PowerSGD's errors, which is in no checkpoint: it begins again"
         )
         return [f"DDP's communication hook {name} {reason}" for name in self._hooks]
 
@@ -64,7 +64,7 @@ class Buckets:
         if self._ddp is None:
             return []
         if state.get("is_lost"):
-            return [f"{_LAST_BITS}: with static_graph=True DDP tells the order of gradients behind two batches only"]
+            return [f"{_LAST_BITS}: with static_graph=True DDP tells the order of gradients after two batches only"]
         reason = None if order is None else compat.why_not_reordered(self._ddp, order)
         if reason is not None:
             return [f"{_LAST_BITS}: DDP's buckets can't be laid out as they were: {reason}"]

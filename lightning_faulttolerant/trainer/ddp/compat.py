@@ -63,7 +63,7 @@ def why_not_reordered(ddp: Any, order: Sequence[int]) -> str | None:
 def set_reduction_order(ddp: Any, order: Sequence[int]) -> None:
     """Give DDP the buckets that it makes itself when gradients come in this order; a collective.
 
-    DDP makes its buckets anew behind the first backward. A reducer that gets the parameters in that order, and is told
+    DDP makes its buckets again after the first backward. A reducer that gets the parameters in that order, and is told
     that all of them are ready, does the same at once.
     """
     parameters, are_sparse = ddp._build_params_for_reducer()

@@ -25,7 +25,7 @@ MLFLOW_SEAMS = {
 WANDB_RUN_SEAMS = {"_log": "rows that the run of W&B has already aren't logged a second time"}
 LOG = "_log"
 
-# Who names one of these wants another run at each start, or says himself where it goes on.
+# Who names one of these wants another run at each start, or says himself where it continues.
 _OWN_WAYS = ("resume_from", "fork_from")
 _NEVER = ("never", False)
 
@@ -75,7 +75,7 @@ def has_begun_before(logger: WandbLogger) -> bool:
 
 
 def begins_anew(logger: TrackingLogger) -> bool:
-    """Return whether the user has said that each start is to begin a run, or from where its run goes on."""
+    """Return whether the user has said that each start is to begin a run, or from where its run continues."""
     if isinstance(logger, MLFlowLogger):
         return False
     given = logger._wandb_init

@@ -1,1 +1,1 @@
-"""Files of a run beside its autosaves, which others write: a resume makes them go on where they were."""
+"""Files of a run beside its autosaves, which others write: a resume makes them continue where they were."""

@@ -1,6 +1,6 @@
-"""The files of ModelCheckpoints: behind a resume each has the name that it would have had without the interruption.
+"""The files of ModelCheckpoints: after a resume each has the name that it would have had without the interruption.
 
-ModelCheckpoint gives a file another name (``-v1``) if its name is taken. What the killed process wrote behind the
+ModelCheckpoint gives a file another name (``-v1``) if its name is taken. What the killed process wrote after the
 resumed step is not there as far as the run knows, and is written over; what it has removed since still is.
 """
 
@@ -21,7 +21,7 @@ from lightning_faulttolerant.trainer.files import compat
 from lightning_faulttolerant.trainer.files.roots import Moves, absolute
 from lightning_faulttolerant.trainer.patches import Patches
 
-# Called once more when a run goes on behind a file that was saved in them.
+# Called once more when a run continues after a file that was saved in them.
 _AGAIN = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
 
 _PATHS = ("dirpath", "best_model_path", "kth_best_model_path", "last_model_path", compat.LAST_SAVED)
@@ -192,7 +192,7 @@ class CheckpointFiles:
         if self._save is not None and self._saves_now() is not None:
             return dict(self._save.before)
         callbacks = self._callbacks()
-        # Listed anew only when something was written since: this is asked for at each boundary.
+        # Listed again only when something was written since: this is asked for at each boundary.
         current = (self._num_changes, [(callback.dirpath, callback.last_model_path) for callback in callbacks])
         if self._found_for != current:
             self._found, self._found_for = self._as_uninterrupted(_listed(_directories(callbacks))), current
@@ -244,7 +244,7 @@ class CheckpointFiles:
             self._patches.wrap(callback, "file_exists", self._wrap_file_exists)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Put back what each ModelCheckpoint keeps to itself; to be called behind ``on_train_start``."""
+        """Put back what each ModelCheckpoint keeps to itself; to be called after ``on_train_start``."""
         state = self._absolute(state)
         for callback in self._callbacks():
             if callback.state_key in state["callbacks"]:

@@ -14,30 +14,30 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 # Each with what breaks without it.
-TRAINER_SEAMS = {"_run": "going on in the version that a logger had, with the files that ModelCheckpoint has there"}
+TRAINER_SEAMS = {"_run": "continuing in the version that a logger had, with the files that ModelCheckpoint has there"}
 TRAINER_OBJECT_SEAMS = {
     "_default_root_dir": "a run whose start has another default_root_dir writes where it wrote before"
 }
-EPOCH_LOOP_SEAMS = {"_batches_that_stepped": "TensorBoard drops what was logged behind the resumed step"}
+EPOCH_LOOP_SEAMS = {"_batches_that_stepped": "TensorBoard drops what was logged after the resumed step"}
 MODEL_CHECKPOINT_SEAMS = {
-    "_last_global_step_saved": "a step that was saved before the interruption is saved again behind it",
-    "_last_checkpoint_saved": "save_last='link' and save_last behind a resume",
+    "_last_global_step_saved": "a step that was saved before the interruption is saved again after it",
+    "_last_checkpoint_saved": "save_last='link' and save_last after a resume",
     "_defer_save_until_validation": "a save that waits for a validation run, across an interruption",
-    "_last_time_checked": "train_time_interval behind a resume",
+    "_last_time_checked": "train_time_interval after a resume",
     "_train_time_interval": "a resume from a file that train_time_interval had saved",
     "_save_topk_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
     "_save_last_checkpoint": "a resume from a file of ModelCheckpoint itself: what it still had to do",
 }
 SAVE_TOPK, SAVE_LAST = "_save_topk_checkpoint", "_save_last_checkpoint"
 LOGGER_SEAMS = {
-    "_version": "a logger goes on in the version that it had",
+    "_version": "a logger continues in the version that it had",
     "_get_next_version": "a version that somebody named is told from one that was taken",
     "_experiment": "a logger adds to the files that it had",
-    "_root_dir": "a logger whose directory is another one at each start goes on in its first one",
+    "_root_dir": "a logger whose directory is another one at each start continues in its first one",
     "_fs": "likewise, where that is on another file system",
 }
-CSV_SEAMS = {"_save_dir": "a CSVLogger whose directory is another one at each start goes on in its first one"}
-TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged behind the resumed step"}
+CSV_SEAMS = {"_save_dir": "a CSVLogger whose directory is another one at each start continues in its first one"}
+TENSORBOARD_SEAMS = {"_kwargs": "TensorBoard drops what was logged after the resumed step"}
 STRATEGY_SEAMS = {"_checkpoint_io": "checkpoints of ModelCheckpoint and trainer.save_checkpoint that no crash damages"}
 CHECKPOINT_IO = "_checkpoint_io"
 CSV_WRITER_SEAMS = {"_check_log_dir_exists": "CSVLogger keeps the metrics that are there"}
@@ -142,12 +142,12 @@ def has_begun(logger: FileLogger) -> bool:
 
 
 def takes_next_version(logger: FileLogger) -> bool:
-    """Return whether a logger has, or will take, the version behind those that are there: nobody has named one."""
+    """Return whether a logger has, or will take, the version after those that are there: nobody has named one."""
     return logger._version is None or logger._version == logger._get_next_version() - has_begun(logger)
 
 
 def set_version(logger: FileLogger, version: int | str) -> None:
-    """Let a logger go on in another version than the one that it has, or would take."""
+    """Let a logger continue in another version than the one that it has, or would take."""
     logger._version = version
 
 
@@ -155,7 +155,7 @@ def set_save_dir(logger: FileLogger, save_dir: str) -> Callable[[], None]:
     """Let a logger write below another directory; return what undoes that, with its version and what it has begun."""
     names = (*_PLACE, "_save_dir") if isinstance(logger, CSVLogger) else _PLACE
     before = {name: getattr(logger, name) for name in names}
-    # The writer of TensorBoard is closed where the logger goes on elsewhere: the logger makes another one.
+    # The writer of TensorBoard is closed where the logger continues elsewhere: the logger makes another one.
     experiment = logger._experiment if isinstance(logger, CSVLogger) else None
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""Whether the files of a run that a fit resumes from are its own, to go on in, or another run's, to be left alone."""
+"""Whether the files of a run that a fit resumes from are its own, to resume in, or another run's, to be left alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_faulttolerant.trainer.run import Run
 
 
 def go_on_in_files(files: RunFiles, run: Run, choice: Choice) -> None:
-    """Let the files of the run that `choice` is of be gone on in; to be called before loggers begin theirs.
+    """Let the files of the run that `choice` is of be continued in; to be called before loggers begin theirs.
 
     An autosave is always of the run itself. Another checkpoint is taken for one of it only where autosaves say that it
-    was killed: who begins anew from a file of a run that came to its end must not lose what that has logged behind it.
+    was killed: who begins again from a file of a run that came to its end must not lose what that has logged after it.
     """
     _go_on(files, run, choice)
     if not files.has_config:
@@ -41,7 +41,7 @@ def _go_on(files: RunFiles, run: Run, choice: Choice) -> None:
     part = choice.part
     if part is None and choice.autosave is not None:
         autosave, given = part_of(choice.autosave), part_of(choice.path)
-        # Another run's may lie in the same directory: it must not lose what it has logged and saved behind that file.
+        # Another run's may lie in the same directory: it must not lose what it has logged and saved after that file.
         part = given if not _is_finished(autosave) and are_of_one_run(given, autosave) else None
     if part is not None and MARK in part:
         files.mark = part[MARK]

@@ -1,4 +1,4 @@
-"""Loggers that write files: a run that resumes goes on in the version that it had, behind what was logged by then.
+"""Loggers that write files: a run that resumes continues in the version that it had, after what was logged by then.
 
 What is set on a user's logger for good is its version, and its directory where a start has another one than the first.
 """
@@ -47,12 +47,12 @@ class LoggerFiles:
         self._undo: list[Callable[[], None]] = []
         self._is_starting = True
         self.notes: list[str] = []
-        """What a user should know of loggers that could not go on."""
+        """What a user should know of loggers that could not continue."""
 
     def resume(
         self, states: Sequence[Mapping[str, Any]], *, kept: Collection[str] | None = (), moves: Moves | None = None
     ) -> None:
-        """Let each logger go on in its version; to be called before the loggers begin their files.
+        """Let each logger continue in its version; to be called before the loggers begin their files.
 
         Args:
             states: What `state_dict` gave.
@@ -73,7 +73,7 @@ class LoggerFiles:
                 self._undo += [undo] if undo is not None else []
 
     def settle(self) -> None:
-        """Let it be so: the run has resumed, and logs anew what was dropped."""
+        """Let it be so: the run has resumed, and logs again what was dropped."""
         self._is_starting = False
         self._undo.clear()
 
@@ -90,7 +90,7 @@ class LoggerFiles:
         return log_hyperparams
 
     def _goes_on(self, logger: FileLogger, state: Mapping[str, Any], moves: Moves) -> bool:
-        """Return whether the logger goes on in the version that it had, which it then has again."""
+        """Return whether the logger continues in the version that it had, which it then has again."""
         key, root = state["key"], absolute(logger.root_dir)
         save_dir = None if root == state["root_dir"] else _first_save_dir(logger, state, moves)
         if root != state["root_dir"] and save_dir is None:
@@ -102,10 +102,10 @@ class LoggerFiles:
             )
             return False
         if not get_filesystem(state["log_dir"]).isdir(state["log_dir"]):
-            self.notes.append(f"{key} begins anew: {state['log_dir']} is gone")
+            self.notes.append(f"{key} begins again: {state['log_dir']} is gone")
             return False
         if compat.has_begun(logger) and (save_dir is not None or logger.version != state["version"]):
-            self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it goes on in {state['log_dir']}")
+            self.notes.append(f"{key} had begun {logger.log_dir} before the fit; it continues in {state['log_dir']}")
         if save_dir is not None:
             self.notes.append(
                 f"{key} continues in {state['log_dir']}, where the first start of the run logged, not in {root}"
@@ -234,7 +234,7 @@ def _has_lightnings_files(logger: FileLogger) -> bool:
 
 
 def _resume(logger: FileLogger, state: Mapping[str, Any], *, cuts: bool, notes: list[str]) -> Callable[[], None] | None:
-    """Let a logger go on behind what it had logged in `state`; return what undoes that in its files, if it can be."""
+    """Let a logger continue after what it had logged in `state`; return what undoes that in its files, if it can be."""
     if isinstance(logger, TensorBoardLogger):
         _last_steps[logger] = state["purge_step"] - 1
         compat.go_on_in_tensorboard(logger, state["purge_step"] if cuts else None)

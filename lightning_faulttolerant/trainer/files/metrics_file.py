@@ -47,7 +47,7 @@ class MetricsFile:
         return [dict(zip(names, row, strict=False)) for row in rows]
 
     def put_back(self, columns: Sequence[str], rows: Sequence[Mapping[str, str]], *, num_kept: int) -> None:
-        """Undo `cut`: what was added behind its `num_kept` rows since stays behind all of `rows`.
+        """Undo `cut`: what was added after its `num_kept` rows since stays behind all of `rows`.
 
         Args:
             columns: Those that there were.

@@ -39,7 +39,7 @@ class RunFiles:
         self.mark = uuid.uuid4().hex
         """Tells the files of this run, of all of its processes, from those of others; draws no random number."""
         self.goes_on = False
-        """Whether the files that are there are those of the run that goes on."""
+        """Whether the files that are there are those of the run that continues."""
         self._roots = roots_of(trainer)
         self._undo: list[Callable[[], None]] = []
         self.moved_roots: Mapping[str, str] = {}
@@ -47,7 +47,7 @@ class RunFiles:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of files that could not go on, or that go on in another directory."""
+        """What a user should know of files that could not continue, or that continue in another directory."""
         return [*self._loggers.notes, *self.experiments.notes, *self._checkpoints.notes]
 
     def follow(self) -> None:
@@ -79,7 +79,7 @@ class RunFiles:
     def resume_loggers(
         self, state: Mapping[str, Any], *, later: Sequence[Mapping[str, Any] | None] = (), autosave: str = ""
     ) -> None:
-        """Let loggers go on, and all write where they did; to be called before loggers begin their files.
+        """Let loggers continue, and all write where they did; to be called before loggers begin their files.
 
         Args:
             state: What `state_dict` gave.
@@ -130,7 +130,7 @@ class RunFiles:
             self._undo.pop()()
 
     def resume_checkpoints(self, state: Mapping[str, Any], path: str) -> None:
-        """Let ModelCheckpoints go on; to be called when they are set up and before one saves.
+        """Let ModelCheckpoints continue; to be called when they are set up and before one saves.
 
         Args:
             state: What `state_dict` gave.
@@ -148,5 +148,5 @@ class RunFiles:
         return self._checkpoints.saves_in_its_hook(callback)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what nobody but the callbacks knows; to be called behind ``on_train_start``."""
+        """Put back what nobody but the callbacks knows; to be called after ``on_train_start``."""
         self._checkpoints.load(state["checkpoints"])

@@ -1,7 +1,7 @@
-"""The configuration that LightningCLI saves into the directory of the logs: a run that goes on finds its own there.
+"""The configuration that LightningCLI saves into the directory of the logs: a run that continues finds its own there.
 
-LightningCLI takes it for that of another run, and refuses to begin. It is set aside instead, saved anew, and removed if
-both say the same: what a run was begun with is never lost.
+LightningCLI takes it for that of another run, and refuses to begin. It is set aside instead, saved again, and removed
+if both say the same: what a run was begun with is never lost.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lightning_faulttolerant.trainer.patches import Patches
 
 Method = Callable[..., Any]
 
-# How often torchrun has started the ranks anew: documented there.
+# How often torchrun has started the ranks again: documented there.
 _RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -79,5 +79,5 @@ class Fault:
             return
         raise DrillFault(
             f"A drill has asked for this exception, by {FAULT_VARIABLE}={self._place}: it stands for one that a run may"
-            " meet. Nothing is wrong with the script. Run it without the variable to let it go on."
+            " meet. Nothing is wrong with the script. Run it without the variable to let it continue."
         )

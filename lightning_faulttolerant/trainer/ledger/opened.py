@@ -80,7 +80,7 @@ class OpenLedger:
 
     @contextlib.contextmanager
     def ended(self, *, finished: bool) -> Iterator[None]:
-        """Close it behind what ends the fit meanwhile.
+        """Close it after what ends the fit meanwhile.
 
         Args:
             finished: Whether the fit came to its end.

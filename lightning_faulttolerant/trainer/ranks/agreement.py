@@ -256,7 +256,7 @@ class Chair:
             if len(self._here[message["here"]]) == self._num_ranks:
                 self._end_run(message["here"], STOP)
         elif "over" in message:
-            self._end_run(message["over"], "go on")
+            self._end_run(message["over"], "continue")
 
     def _hear_wish(self, message: Message) -> None:
         if message["ask"] == SAVE:
@@ -294,7 +294,7 @@ class Chair:
         limits = self._runs.setdefault(number, {})
         limits[rank] = limit
         if limit is None:
-            self._end_run(number, "go on")
+            self._end_run(number, "continue")
         elif len(limits) == self._num_ranks:
             self.outbox.append({"run_at": number, "batch": max(limit or 0 for limit in limits.values())})
 

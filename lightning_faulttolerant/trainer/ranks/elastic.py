@@ -1,6 +1,6 @@
-"""A run that goes on with another number of ranks: what each of them gets of the states of those that saved.
+"""A run that continues with another number of ranks: what each of them gets of the states of those that saved.
 
-The order of the epoch in progress goes on exactly, and what all ranks have together (metrics, logged values, gradients)
+The order of the epoch in progress resumes exactly, and what all ranks have together (metrics, logged values, gradients)
 is merged. Random generators belong to ranks: what they would have drawn is lost with them.
 """
 
@@ -35,7 +35,7 @@ class Resized:
     """The state of one rank of a run that was saved by another number of ranks.
 
     Args:
-        trainer: Whose run goes on.
+        trainer: Whose run continues.
         states: Those of all ranks that saved.
         position: Where they were.
         fingerprint: What the run was.
@@ -75,7 +75,7 @@ class Resized:
         first, states, num_ranks = self._states[0], self._states, self._trainer.world_size
         if tensor_parallel_size(self._trainer) > 1:
             raise NotExactError(
-                f"The checkpoint can't go on with another number of ranks ({self.ranks}) under tensor parallelism:"
+                f"The checkpoint can't continue with another number of ranks ({self.ranks}) under tensor parallelism:"
                 " several ranks see the same batches, and what each of them has added up would be counted as if it were"
                 " of batches of its own. Start with as many ranks as before."
             )
@@ -146,7 +146,7 @@ class Resized:
                 reasons.append(f"{place}: {error}")
         if reasons:
             raise NotExactError(
-                f"The checkpoint can't go on with another number of ranks ({self.ranks}): {'; '.join(reasons)}. Some"
+                f"The checkpoint can't continue with another number of ranks ({self.ranks}): {'; '.join(reasons)}. Some"
                 " samples would come twice, others never. Start with as many ranks as before."
             )
         return {**first, "places": places}
@@ -158,9 +158,9 @@ class Resized:
         in_shards = (FSDPStrategy, ModelParallelStrategy)
         if isinstance(self._trainer.strategy, in_shards) or not all(isinstance(g, Tensor) for g in merged.values()):
             raise NotExactError(
-                f"The checkpoint can't go on with another number of ranks ({self.ranks}): it was taken inside an open"
-                " accumulation window, whose gradients are in shards, and shards of gradients are not cut anew. Go on"
-                " with as many ranks as before, or from a checkpoint behind an optimizer step."
+                f"The checkpoint can't continue with another number of ranks ({self.ranks}): it was taken inside an"
+                " open accumulation window, whose gradients are in shards, and shards of gradients are not cut again."
+                " Continue with as many ranks as before, or from a checkpoint after an optimizer step."
             )
         places = self._states[0]["loaders"]["places"]
         records = [state["record"] for place, state in places.items() if place.startswith(TRAIN)]
@@ -190,19 +190,19 @@ class Resized:
         if deal is not None and deal.num_batches == 0 and deal.begin < deal.end:
             raise NotExactError(
                 f"{deal.end - deal.begin} samples of the epoch are left, too few for a batch on each rank, and"
-                " drop_last leaves them out: the epoch would end without what is due behind its last batch. Go on with"
-                " as many ranks as before."
+                " drop_last leaves them out: the epoch would end without what is due after its last batch. Continue"
+                " with as many ranks as before."
             )
         if compat.step_fetches(trainer) and position.batch:
             raise NotExactError(
                 "training_step takes the dataloader_iter and fetches by itself, so that the batches of the epoch can't"
-                " be counted for another number of ranks. Go on with as many ranks as before."
+                " be counted for another number of ranks. Continue with as many ranks as before."
             )
         num_left = 0 if position.where == EPOCH_END else now if deal is None else deal.num_batches
         if num_left > now:
             raise NotExactError(
                 f"{num_left} batches of the epoch are left, and limit_train_batches={trainer.limit_train_batches!r}"
-                f" ends an epoch behind {now}: it counts the batches of one rank. Go on with as many ranks as before,"
+                f" ends an epoch after {now}: it counts the batches of one rank. Continue with as many ranks as before,"
                 " or pass a share of the epoch, such as 0.5."
             )
         done = int(now - num_left)
@@ -243,7 +243,7 @@ class Resized:
 
     @contextmanager
     def as_due(self, where: str) -> Iterator[None]:
-        """Let the loop do meanwhile what was due behind the checkpoint's batch, as the ranks that saved counted."""
+        """Let the loop do meanwhile what was due after the checkpoint's batch, as the ranks that saved counted."""
         trainer = self._trainer
         kept = trainer.val_check_batch
         saved = self._states[0]["trainer"].get("val_check_batch")

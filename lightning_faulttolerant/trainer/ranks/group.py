@@ -26,7 +26,7 @@ class Ranks(Protocol):
     """Those who train together.
 
     `to_first` and `from_first` are collectives: all ranks must come to them, in the same order. Nobody calls them where
-    another rank may not: not in a signal handler, not behind an exception.
+    another rank may not: not in a signal handler, not after an exception.
     """
 
     @property

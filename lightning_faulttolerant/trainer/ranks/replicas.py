@@ -78,7 +78,7 @@ class Replicas:
         more = f" and {len(differing) - _MAX_SHOWN} more" if len(differing) > _MAX_SHOWN else ""
         return (
             f"The ranks hold different values of {', '.join(differing[:_MAX_SHOWN])}{more}. A checkpoint holds each"
-            f" parameter that is not in shards once, so the run would not go on exactly. {self._advice()}"
+            f" parameter that is not in shards once, so the run would not continue exactly. {self._advice()}"
         )
 
     def _advice(self) -> str:

@@ -188,11 +188,11 @@ def without_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None]) -> None:
-    """Let Lightning have what a fit goes on from; a strategy that loads model and optimizers itself does so.
+    """Let Lightning have what a fit continues from; a strategy that loads model and optimizers itself does so.
 
     Args:
         trainer: Whose fit it is.
-        choice: What it goes on from, if from anything.
+        choice: What it continues from, if from anything.
         load: Lightning's way, by path.
     """
     loads_itself = trainer.strategy.restore_checkpoint_after_setup
@@ -206,7 +206,7 @@ def load_checkpoint(trainer: Trainer, choice: Choice, load: Callable[[Any], None
 
 
 def reshard(trainer: Trainer) -> None:
-    """Let each sharded module hold its shards again: behind a forward pass without a backward it holds all of itself.
+    """Let each sharded module hold its shards again: after a forward pass without a backward it holds all of itself.
 
     It does so by itself before the next state dict or step; nothing is computed or sent.
     """

@@ -23,8 +23,8 @@ from lightning_faulttolerant.errors import UnsupportedTrainerError
 SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
 
 _XLA = (
-    "On XLA devices steps run lazily and torch_xla writes the checkpoints: nobody has shown that a run goes on exactly"
-    " there"
+    "On XLA devices steps run lazily and torch_xla writes the checkpoints: nobody has shown that a run continues"
+    " exactly there"
 )
 # They derive from supported ones. What each does that autosaves don't know of, and what to do.
 REFUSED: Mapping[type[Strategy], str] = {

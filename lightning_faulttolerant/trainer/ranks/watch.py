@@ -1,6 +1,6 @@
 """The thread that looks on while a rank trains: it speaks for the rank, and ends a process that can't end by itself.
 
-A rank that has failed or died is known to all the others. They can't go on, and most of them wait for it in a
+A rank that has failed or died is known to all the others. They can't continue, and most of them wait for it in a
 collective, where no Python runs: who has not ended `ENDS_WITHIN_SECONDS` later is ended.
 """
 
@@ -197,6 +197,6 @@ class Watch:
         if failure.rank != self._rank:
             self.member.lost = f"rank {failure.rank} {failure.text}"
             sys.stderr.write(
-                f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't go on"
+                f"\n[rank {self._rank}] FaultTolerance: rank {failure.rank} {failure.text}. This rank can't continue"
                 f" without it and ends within {ENDS_WITHIN_SECONDS:g} seconds; the last autosave stays.\n"
             )

@@ -1,4 +1,4 @@
-"""The open accumulation window of a run that goes on with another number of ranks: what its gradients weigh then."""
+"""The open accumulation window of a run that continues with another number of ranks: what its gradients weigh then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Window:
 
     @classmethod
     def of(cls, share: Mapping[str, Any] | None, *, num_batches: int, accumulated: int) -> Window:
-        """Return the window that is open behind `num_batches` of an epoch, of `accumulated` each."""
+        """Return the window that is open after `num_batches` of an epoch, of `accumulated` each."""
         if share is None:
             return cls(num_samples=None, num_in_window=1)
         at_once = Share(**share).samples_at_once

@@ -28,7 +28,7 @@ def read_record(directory: str) -> RunRecord | None:
 
 
 def write_record(directory: str, record: RunRecord) -> None:
-    """Replace the record of a run. Training goes on where that fails: a later start has less to tell runs apart by."""
+    """Replace the record of a run. Training resumes where that fails: a later start has less to tell runs apart by."""
     try:
         with open_store(directory).writer(FILE_NAME, fsync=False) as file:
             file.write(record.to_json())

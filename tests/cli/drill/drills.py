@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class ToldProgress:
-    """Keeps what it is told, and lets the script go on."""
+    """Keeps what it is told, and lets the script continue."""
 
     def __init__(self, where: Path) -> None:
         self.told: list[str] = []
@@ -45,7 +45,7 @@ class ToldProgress:
 
 
 class SeenProgress(ToldProgress):
-    """Shows everything, and lets the script go on."""
+    """Shows everything, and lets the script continue."""
 
     def __init__(self, where: Path, shown: Progress) -> None:
         super().__init__(where)

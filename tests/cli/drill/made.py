@@ -35,7 +35,7 @@ def begun(*, fit: int = 1, pid: int = 1, **surroundings: Any) -> Line:
 
 
 def resumed(epoch: int, batch: int, *, fit: int = 1, text: str | None = None, **values: Any) -> Line:
-    """The line of a fit that goes on."""
+    """The line of a fit that continues."""
     words = f"before batch {batch} of epoch {epoch}" if text is None else text
     return line(ledger.RESUMED, fit=fit, epoch=epoch, batch=batch, text=words, exact=True, path="a.ckpt", **values)
 
@@ -67,7 +67,7 @@ def log_line(epoch: int, begun: int, *, fit: int = 1, validating: bool = False, 
 
 
 def fit_lines(*, fit: int = 1, start: tuple[int, int] = (0, 0)) -> list[Line]:
-    """All that a fit does behind a place, to its end."""
+    """All that a fit does after a place, to its end."""
     lines = []
     for epoch in range(NUM_EPOCHS):
         for batch in range(NUM_BATCHES):

@@ -1,7 +1,7 @@
-"""A script that writes a ledger, saves, and goes on, without torch: for what the drill does around a training.
+"""A script that writes a ledger, saves, and continues, without torch: for what the drill does around a training.
 
 It imports nothing that takes time, since it is started often. Its training is a sum of random numbers. `--flaw` makes a
-part of its state begin anew in each process. It goes on when the drill has seen its last batch: however busy the
+part of its state begin again in each process. It continues when the drill has seen its last batch: however busy the
 machine is, a strike hits where it is to hit.
 """
 
@@ -72,8 +72,8 @@ class Training:
         self.write("end", weights=digest(self.state["weight"]), optimizers="none", metrics={}, rng="none")
 
     def resume(self) -> None:
-        """Go on from the autosave, if there is one."""
-        if not self.path.exists() or "begins anew" in self.arguments.flaw:
+        """Continue from the autosave, if there is one."""
+        if not self.path.exists() or "begins again" in self.arguments.flaw:
             return
         self.state = json.loads(self.path.read_text())
         if "main RNG" not in self.arguments.flaw:
@@ -82,7 +82,7 @@ class Training:
         if "weights" in self.arguments.flaw:
             self.state["weight"] += 1e-9
         epoch, batch = self.state["epoch"], self.state["batch"]
-        text = "behind the end of the fit" if self.state["finished"] else f"before batch {batch} of epoch {epoch}"
+        text = "after the end of the fit" if self.state["finished"] else f"before batch {batch} of epoch {epoch}"
         exact = "not exact" not in self.arguments.flaw
         why = [] if exact else ["the sampler draws from a generator that was not found"]
         self.write("resumed", epoch=epoch, batch=batch, text=text, exact=exact, not_exact=why, path=str(self.path))

@@ -20,7 +20,7 @@ def whole() -> RankOfRun:
 
 
 def mismatch_of(*changes: Change) -> Mismatch:
-    """What differs first in a run that goes on at batch 2 of epoch 0 and is changed behind it."""
+    """What differs first in a run that continues at batch 2 of epoch 0 and is changed after it."""
     lines = fit_lines(start=(0, 2))
     for change in changes:
         lines = changed(lines, change)
@@ -108,7 +108,7 @@ def test_an_event_that_is_not_there_is_shown_against_what_is() -> None:
     """Where one run does something else, or nothing, both are named."""
     [value] = difference_of(mismatch_of(without(ledger.VALIDATED, 0))).values
     assert (value.expected, value.found) == (
-        "the validation run behind batch 3 of epoch 0",
+        "the validation run after batch 3 of epoch 0",
         "values logged at step 4",
     )
     ended = first_mismatch([whole()], [join(0, [[begun(), *fit_lines()[:-1]]])])

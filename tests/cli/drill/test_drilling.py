@@ -41,7 +41,7 @@ def assert_exact(found: DrillResult, num_batches: int, num_strikes: int = 2) -> 
 
 @pytest.mark.parametrize("kind", ["KILL", "TERM", "exception"])
 def test_each_kind_of_strike_interrupts_and_the_run_goes_on(tmp_path: Path, kind: str) -> None:
-    """Each strike hits behind an autosave with progress, and the restart goes on there, not from the beginning."""
+    """Each strike hits after an autosave with progress, and the restart continues there, not from the beginning."""
     found = drill(tmp_path, kind=kind)
     assert_exact(found, NUM_BATCHES)
     for strike in found.strikes:
@@ -94,7 +94,7 @@ def test_a_batch_behind_the_end_can_not_be_struck(tmp_path: Path) -> None:
     ],
 )
 def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
-    """What of a script begins anew in each process is named as the likely cause."""
+    """What of a script begins again in each process is named as the likely cause."""
     found = drill(tmp_path, "--flaw", flaw, num_strikes=1, seed=3)
     assert found.verdict.word == result.DIFFERS
     assert found.verdict.cause is not None
@@ -106,7 +106,7 @@ def test_a_flaw_is_found_and_its_cause_named(tmp_path: Path, flaw: str) -> None:
 
 def test_a_script_that_begins_anew_is_ended_at_once(tmp_path: Path) -> None:
     """A restart that does not resume is told as that, and nothing is left of it."""
-    found = drill(tmp_path, "--flaw", "begins anew")
+    found = drill(tmp_path, "--flaw", "begins again")
     assert found.verdict.word == result.DIFFERS
     assert found.verdict.cause is not None
     assert found.verdict.cause.part == "not resumed"
@@ -224,7 +224,7 @@ def test_a_script_that_can_not_be_run_again_differs(tmp_path: Path) -> None:
 
 
 def test_an_existing_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    """A script that goes on from a checkpoint of its own is ended before it does anything to it."""
+    """A script that continues from a checkpoint of its own is ended before it does anything to it."""
     assert_exact(drill(tmp_path, "--run-id", "mine", num_strikes=1), NUM_BATCHES, 1)  # nothing was there
     autosave = tmp_path / "autosaves" / "mine" / "fit-1.json"
     state = {"epoch": 1, "batch": 2, "weight": 1.0, "rng": random.Random(1).getstate(), "finished": False}
@@ -326,7 +326,7 @@ def test_what_a_launcher_starts_anew_is_told_from_the_next_fit(tmp_path: Path) -
 
     write(begun(pid=1), *fit_lines(), begun(fit=2, pid=2))
     assert (process.num_restarts, process.last_ended, process.num_expected) == (0, 1, 16)
-    write(batch_line(0, 0, fit=2), begun(pid=3), resumed(2, 4, text="behind the end of the fit"))
+    write(batch_line(0, 0, fit=2), begun(pid=3), resumed(2, 4, text="after the end of the fit"))
     write(line("end"), begun(fit=2, pid=4), resumed(0, 1, fit=2), batch_line(0, 1, fit=2))
     assert (process.num_restarts, process.last_ended) == (1, 1)
     batches = join(0, [[begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]]).batches
@@ -347,7 +347,7 @@ def test_where_a_later_fit_begins_is_not_where_the_process_went_on(tmp_path: Pat
 
 
 def test_a_restart_is_shown_where_the_last_autosave_is_until_it_has_gone_on(tmp_path: Path) -> None:
-    """Between the start of its fit and its resume it does not look like a run that has begun anew."""
+    """Between the start of its fit and its resume it does not look like a run that has begun again."""
     settings = DrillSettings(command=words(tmp_path), directory=tmp_path, token="t")
     runner = running.Runner(settings, ToldProgress(tmp_path))
     ran = runner._begin("interrupted", BatchNumbers(join(0, [[begun(), *fit_lines()]]).batches), None)

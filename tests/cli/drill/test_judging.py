@@ -87,7 +87,7 @@ def judge(
 
 
 def second(*changes: Any, **surroundings: Any) -> list[Line]:
-    """What a process does that goes on at batch 2."""
+    """What a process does that continues at batch 2."""
     lines = fit_lines(start=(0, 2))
     for change in changes:
         lines = changed(lines, change)
@@ -127,7 +127,7 @@ def test_what_is_dropped_for_being_done_again_is_compared_too() -> None:
 
 
 def test_a_difference_behind_a_restart_by_a_launcher_is_one_of_the_interrupted_run() -> None:
-    """A process of the drill in which ranks were started anew has been interrupted: the script is not to blame."""
+    """A process of the drill in which ranks were started again has been interrupted: the script is not to blame."""
     verdict = judge([MadeProcess(FIRST + second(since(1, 0, loss=OTHER)), exit_code=0, num_restarts=1)])
     assert verdict.word == result.DIFFERS
     assert verdict.difference is not None

@@ -13,13 +13,13 @@ PLACES = list(itertools.product(range(NUM_EPOCHS), range(NUM_BATCHES)))
 
 
 def cut(lines: list[Line], number: int) -> list[Line]:
-    """What a process has written that was killed behind so many lines."""
+    """What a process has written that was killed after so many lines."""
     return lines[:number]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_run_that_goes_on_at_a_boundary_joins_to_the_whole_one(place: tuple[int, int]) -> None:
-    """Wherever the first process dies behind the place where the second goes on, the two together are the whole run."""
+    """Wherever the first process dies after the place where the second resumes, the two together are the whole run."""
     whole = fit_lines()
     first_behind = whole.index(batch_line(*place))
     for number in range(first_behind, len(whole)):
@@ -40,9 +40,9 @@ def test_what_a_step_logged_before_its_end_is_dropped_with_the_step() -> None:
 @pytest.mark.parametrize(
     ("text", "num_kept"),
     [
-        ("at the validation run behind batch 4 of epoch 0", 8),
-        ("behind the step of batch 3 of epoch 0", 7),
-        ("at the end of the validation run behind batch 4 of epoch 0", 11),
+        ("at the validation run after batch 4 of epoch 0", 8),
+        ("after the step of batch 3 of epoch 0", 7),
+        ("at the end of the validation run after batch 4 of epoch 0", 11),
         ("at the end of epoch 0", 10),
         ("before batch 4 of epoch 0", 11),
     ],
@@ -55,9 +55,9 @@ def test_what_counts_of_one_place_depends_on_where_in_it_the_state_was_taken(tex
 
 
 def test_a_fit_that_had_ended_keeps_all_but_its_end() -> None:
-    """A restart behind the end of a fit says again how it ended, and goes on with the next fit of the script."""
+    """A restart after the end of a fit says again how it ended, and continues with the next fit of the script."""
     whole = [begun(), *fit_lines(), begun(fit=2), *fit_lines(fit=2)]
-    ended = resumed(1, NUM_BATCHES, text="behind the end of the fit")
+    ended = resumed(1, NUM_BATCHES, text="after the end of the fit")
     again = [begun(pid=2), ended, fit_lines()[-1]]
     second = [begun(fit=2, pid=2), resumed(1, 1, fit=2), *fit_lines(fit=2, start=(1, 1))]
     found = join(0, [whole[:-5], [*again, *second]])
@@ -80,7 +80,7 @@ def test_a_process_that_dies_before_it_does_anything_takes_nothing_away() -> Non
 
 
 def test_a_fit_that_begins_anew_counts_from_its_start() -> None:
-    """Without a place where it went on, what an earlier process did of a fit is dropped."""
+    """Without a place where it continued, what an earlier process did of a fit is dropped."""
     found = join(0, [[begun(), *fit_lines()[:9]], [begun(pid=2), *fit_lines()]])
     assert [event.process for event in found.batches] == [1] * len(PLACES)
 
@@ -104,4 +104,4 @@ def test_numbers_count_batches_over_epochs_and_fits() -> None:
         16,
     ]
     assert [numbers.place_of(number) for number in (0, 5, 8, 15)] == [(1, 0, 0), (1, 1, 1), (2, 0, 0), (2, 1, 3)]
-    assert numbers.of(resumption_of(1, resumed(1, 4, text="behind the end of the fit"))) == 8
+    assert numbers.of(resumption_of(1, resumed(1, 4, text="after the end of the fit"))) == 8

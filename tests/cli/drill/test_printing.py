@@ -65,7 +65,7 @@ def test_a_verdict_fits_a_terminal() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "Likely cause: augmentation" in text
     assert "and 4 more values" in text
-    assert "on rank 1: 3 batches, 1 of them behind a restart" in text
+    assert "on rank 1: 3 batches, 1 of them after a restart" in text
     assert "/tmp/drill" in text
     assert " ".join(text.split()).count(ADVICE) == 4
 

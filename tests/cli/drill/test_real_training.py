@@ -30,7 +30,7 @@ def drill(where: Path, *arguments: str, launcher: tuple[str, ...] = (), **settin
 
 @pytest.mark.parametrize("kind", ["TERM", "exception"])  # KILL: the tests below
 def test_a_real_training_is_exact(tmp_path: Path, kind: str) -> None:
-    """A training with shuffling, dropout and augmentation is struck, goes on, and ends as if nothing had happened.
+    """A training with shuffling, dropout and augmentation is struck, continues, and ends as if nothing had happened.
 
     Also where the script names its run: a run of that name that was there stays as it was.
     """

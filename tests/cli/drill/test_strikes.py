@@ -23,13 +23,13 @@ class StruckProcess(MadeProcess):
 
 
 def strikes(*processes: StruckProcess) -> list[tuple[int, int, int, str]]:
-    """What counts, where it hit, where it went on, what was done twice, and in which hook."""
+    """What counts, where it hit, where it continued, what was done twice, and in which hook."""
     stretches = stretches_of(cast("list[DrillProcess]", list(processes)), BatchNumbers(whole()[0].batches))
     return [(s.at, s.resumed_at, s.num_twice, s.hook) for s in strikes_of(stretches, "exception")]
 
 
 def test_restarts_by_a_launcher_count_as_those_of_the_drill() -> None:
-    """Ranks that a launcher starts anew in one process have been struck as if the drill had started them."""
+    """Ranks that a launcher starts again in one process have been struck as if the drill had started them."""
     first, second = [begun(), *fit_lines()[:6]], [begun(pid=2), resumed(0, 2), *fit_lines(start=(0, 2))[:10]]
     third = [begun(pid=3), resumed(1, 1), *fit_lines(start=(1, 1))]
     expected = [(3, 2, 1, "start"), (6, 5, 1, "end")]

@@ -136,7 +136,7 @@ def differing_drill(num_batches=1200, *, at=640):
     )
     cause = Cause(
         part="augmentation",
-        text="The same samples were drawn, but what was made of them differs, from the first batch behind a restart: "
+        text="The same samples were drawn, but what was made of them differs, from the first batch after a restart: "
         "the augmentation draws from a generator whose state is not restored.",
         advice=(
             "Keep the generator as an attribute of the data set or the transform, not in a global of a module.",

@@ -33,7 +33,7 @@ class ImaginedRun:
         return {"epoch": step // self._num_batches, "batch": step % self._num_batches, "global_step": step}
 
     def begin(self, *, notes=(), not_exact=()):
-        """Start a process, which goes on from the last autosave."""
+        """Start a process, which continues from the last autosave."""
         self._num_processes += 1
         began, pid = self.now, 4000 + 13 * self._num_processes
         self.now += self._drawn.uniform(6, 11)

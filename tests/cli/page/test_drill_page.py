@@ -127,7 +127,7 @@ def test_any_losses_can_be_drawn(losses):
 
 
 def test_a_loss_that_is_missing_leaves_a_gap():
-    """A curve ends before a batch without a loss, or with one that is not finite, and begins again behind it."""
+    """A curve ends before a batch without a loss, or with one that is not finite, and begins again after it."""
     losses = [1.0] * 150
     losses[40], losses[90], losses[91] = None, math.nan, math.inf
     [path] = _curves(Parsed(page(_with_losses(losses))), "wide pale")

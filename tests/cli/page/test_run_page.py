@@ -54,7 +54,7 @@ def test_the_bar_of_the_time_is_as_long_as_the_time():
 
 
 def test_steps_that_were_done_again_are_drawn_as_such():
-    """A leg is cut where a later process went on, and the next one begins at that step."""
+    """A leg is cut where a later process continued, and the next one begins at that step."""
     report = faulty(num_faults=3, save_every=600.0)
     found = legs(report.chapters[0])
     assert [leg.process for leg in found] == [1, 2, 3, 4]

@@ -135,7 +135,7 @@ def test_report_fits_a_terminal() -> None:
         story.lines[-1]["text"] = "AVeryLongNameOfAnExceptionOfTheUser: " + "many words " * 20
     lines = lines_of(story)
     assert max(map(len, lines)) <= 80
-    assert any("did NOT go on exactly: the workers'" in line for line in lines)
+    assert any("did NOT continue exactly: the workers'" in line for line in lines)
     assert any(line.startswith("Process 2: AVeryLongName") for line in lines)
 
 

@@ -39,7 +39,7 @@ def record(event: str, name: str, **values: Any) -> None:
 
 
 def finished(name: str, model: torch.nn.Module, **values: Any) -> None:
-    """Write down the final weights of a fit, and that the script went on after it."""
+    """Write down the final weights of a fit, and that the script continued after it."""
     record("finished", name, weights=digest(model), **values)
 
 

@@ -1,4 +1,4 @@
-"""Restart logic of the script's own: go on from last.ckpt if it is there."""
+"""Restart logic of the script's own: continue from last.ckpt if it is there."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Noisy(Dataset[Tensor]):
-    """Rows with noise that is drawn anew each time."""
+    """Rows with noise that is drawn again each time."""
 
     def __init__(self, num_rows: int = 24) -> None:
         self.rows = torch.linspace(-1, 1, num_rows)

@@ -91,7 +91,7 @@ def through_a_file(state: Any) -> Any:
 
 
 def carried(make: Callable[[], Any], change: Callable[[Any], None]) -> tuple[Any, Any]:
-    """Return an object that was changed, and one that was made anew and got its state."""
+    """Return an object that was changed, and one that was made again and got its state."""
     changed, fresh = make(), make()
     state = ObjectState({"root": changed})
     assert state.state_dict() == {NODES: {}, TABLE: [], LOST: {}}
@@ -177,7 +177,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "own state": (Average, lambda value: value.value.add_(1)),
     "in a tuple": (lambda: ([1], 2), lambda value: value[0].append(3)),
     "in a partial": (lambda: functools.partial(print, [1]), lambda value: value.args[0].append(3)),
-    "behind a method": (lambda: Slots().change, lambda value: value()),
+    "after a method": (lambda: Slots().change, lambda value: value()),
 }
 
 

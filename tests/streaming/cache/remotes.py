@@ -1,4 +1,4 @@
-"""Data sets on remotes that go wrong when told to: in memory behind fsspec, and behind a web server on localhost."""
+"""Data sets on remotes that go wrong when told to: in memory behind fsspec, and after a web server on localhost."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def web(files: Mapping[str, bytes], faults: Mapping[str, list[str]] | None = None) -> Iterator[tuple[str, Faults]]:
-    """Give the URL of a directory behind a web server, and what goes wrong there."""
+    """Give the URL of a directory after a web server, and what goes wrong there."""
     troubles = Faults(by_name={name: list(kinds) for name, kinds in (faults or {}).items()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, dict(files), troubles))
     server.daemon_threads = True

@@ -142,7 +142,7 @@ def test_shards_of_another_index_are_not_used(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_vanishes_is_fetched_again(tmp_path: Path) -> None:
-    """A shard that somebody removes while the run goes on is fetched again."""
+    """A shard that somebody removes while the run continues is fetched again."""
     data = make_data()
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote)

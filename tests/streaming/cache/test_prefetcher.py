@@ -35,7 +35,7 @@ def here(data: Data, directory: Path) -> list[int]:
 
 
 def test_shards_are_fetched_ahead_as_far_as_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the reader goes on, the shards of the next samples come at once, and no others."""
+    """As the reader continues, the shards of the next samples come at once, and no others."""
     monkeypatch.setattr(prefetcher, "_LOOK_SECONDS", 1000.0)
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
@@ -214,7 +214,7 @@ def test_a_process_ends_with_a_download_that_hangs(tmp_path: Path) -> None:
 def test_shards_that_are_fetched_ahead_keep_within_their_part_of_the_limit(
     tmp_path: Path, num_readers: int, num_ahead: int
 ) -> None:
-    """Half the limit, divided among the readers, is fetched ahead; the rest comes as the reader goes on, once each."""
+    """Half the limit, divided among the readers, is fetched ahead; the rest comes as the reader resumes, once each."""
     data = make_data(8)
     with flaky(data.files) as (remote, faults):
         cache = cache_of(data, tmp_path, remote, limit=CacheLimit(6000))
@@ -256,7 +256,7 @@ def test_a_reader_that_has_a_shard_open_does_not_stop_what_follows(tmp_path: Pat
 
 
 def test_what_was_passed_is_not_fetched_any_more(tmp_path: Path) -> None:
-    """Threads that fall behind a reader that fetches for itself take up the plan where the reader is."""
+    """Threads that fall after a reader that fetches for itself take up the plan where the reader is."""
     data = make_data(8)
     is_asked = threading.Event()
 
@@ -303,7 +303,7 @@ def test_a_limit_that_the_reader_fills_itself_is_an_error(tmp_path: Path) -> Non
 
 
 def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -> None:
-    """A process that is killed while it fetches ahead keeps nobody from going on."""
+    """A process that is killed while it fetches ahead keeps nobody from continuing."""
     data = make_data(6)
 
     def read() -> None:
@@ -324,7 +324,7 @@ def test_a_killed_reader_leaves_a_cache_that_the_next_one_uses(tmp_path: Path) -
 
 
 def test_what_is_needed_first_is_not_delayed(tmp_path: Path) -> None:
-    """Until the reader is behind its first samples, nothing else is fetched; then as far ahead as told."""
+    """Until the reader is after its first samples, nothing else is fetched; then as far ahead as told."""
     data = make_data(6)
     with flaky(data.files) as (remote, _):
         cache = cache_of(data, tmp_path, remote)

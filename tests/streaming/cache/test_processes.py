@@ -88,7 +88,7 @@ def test_a_process_that_is_killed_blocks_nobody(tmp_path: Path, compression: str
 
 
 def test_a_waiting_process_takes_over_from_one_that_is_killed(tmp_path: Path) -> None:
-    """Who waits for a download goes on at once when its process is killed."""
+    """Who waits for a download continues at once when its process is killed."""
     data = make_data()
     with (
         web(data.stored, {SHARD: ["hang"]}) as (remote, faults),

@@ -180,7 +180,7 @@ def test_bytes_of_anything_else_are_refused(name: str, data: bytes) -> None:
 
 
 def test_an_array_does_not_take_bytes_behind_it() -> None:
-    """A shape that needs more bytes than the value has is an error, though the file goes on."""
+    """A shape that needs more bytes than the value has is an error, though the file continues."""
     data = bytearray(encoding_of("ndarray:int32").encode(np.zeros((2, 3), np.int32)))
     data[1] = 4
     for number_of_bytes_behind in (0, 100):

@@ -169,8 +169,8 @@ DAMAGED_HEADS: dict[str, Callable[[bytearray], None]] = {
     "the number of samples is huge": lambda data: put(data, 0, 2**32 - 1),
     "the first offset points into the table": lambda data: put(data, 4, 8),
     "an offset is 0": lambda data: put(data, 4 * 8, 0),
-    "an offset is behind the end": lambda data: put(data, 4 * 8, 2**32 - 1),
-    "the last offset is behind the end": lambda data: put(data, 4 * (NUM_SAMPLES + 1), len(data) + 1),
+    "an offset is after the end": lambda data: put(data, 4 * 8, 2**32 - 1),
+    "the last offset is after the end": lambda data: put(data, 4 * (NUM_SAMPLES + 1), len(data) + 1),
     "the last offset is before the end": lambda data: put(data, 4 * (NUM_SAMPLES + 1), len(data) - 1),
     "offsets do not ascend": swap_offsets,
     "all is zero": lambda data: data.__setitem__(slice(None), bytes(len(data))),
@@ -192,7 +192,7 @@ def test_a_damaged_head_is_found_when_the_shard_is_opened(kind: str, damage: str
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 3, 4, 7, 8, 50, 87, 88, 200, -1])
 def test_a_shard_of_another_size_is_refused(num_bytes: int, tmp_path: Path) -> None:
-    """A file cut anywhere, or with bytes behind its end, is damaged; also where the index was made to agree."""
+    """A file cut anywhere, or with bytes after its end, is damaged; also where the index was made to agree."""
     out = write(MDSWriter, tmp_path / "out", VARIABLE, [variable(i) for i in range(NUM_SAMPLES)])
     data = (out / "shard.00000.mds").read_bytes()
     index = (out / "index.json").read_text()
@@ -262,7 +262,7 @@ def test_no_column_takes_bytes_of_its_neighbour(column: int, difference: int, tm
 
 
 def test_no_value_is_made_of_bytes_behind_its_sample(tmp_path: Path) -> None:
-    """A column that would end behind its sample is named, before anything is made of bytes that are not its own."""
+    """A column that would end after its sample is named, before anything is made of bytes that are not its own."""
     samples = [{"a": {"k": 1}, "b": b"b"}] * 3
     out = write(MDSWriter, tmp_path / "out", {"a": "pkl", "b": "bytes"}, samples)
     data = bytearray((out / "shard.00000.mds").read_bytes())

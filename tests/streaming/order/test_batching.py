@@ -146,7 +146,7 @@ def test_what_can_not_be_batched_is_refused() -> None:
     weights = [Weight()] * 3
     with pytest.raises(ValueError, match="batching_method must be one of random, stratified, per_stream"):
         batches_of("device_per_stream", (1, 1, 1), 8, weights=weights, epoch=0)
-    with pytest.raises(ValueError, match="can't go on from sample 12"):
+    with pytest.raises(ValueError, match="can't continue from sample 12"):
         batches_of("stratified", (1, 2, 1), 4, start=12, weights=weights, epoch=0)
     with pytest.raises(ValueError, match=r"Stream 2 is 1\.00% of the epoch"):
         portions([0.5, 0.49, 0.01], 8)

@@ -113,15 +113,15 @@ def test_a_node_reads_the_rows_that_are_its_own_after_any_cut(
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
-    """A state at or behind the last position means the next epoch, its repeats counted or not."""
+    """A state at or after the last position means the next epoch, its repeats counted or not."""
     assert normalised(3, 9, num_positions=10) == (3, 9)
     assert normalised(3, 10, num_positions=10) == (4, 0)
     assert normalised(3, 12, num_positions=10) == (4, 0)
 
 
 def test_a_position_behind_the_end_is_refused() -> None:
-    """A deal can't begin behind the end, nor with empty batches."""
-    with pytest.raises(ValueError, match="can't go on from position 11"):
+    """A deal can't begin after the end, nor with empty batches."""
+    with pytest.raises(ValueError, match="can't continue from position 11"):
         Deal(num_positions=10, start=11, world=World(), batch_size=1)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         Deal(num_positions=10, world=World(), batch_size=0)

@@ -110,7 +110,7 @@ def test_too_few_samples_are_repeated_as_by_the_original(
 def test_another_number_of_nodes_keeps_the_order_inside_a_global_batch_as_the_original_does(
     rows: int, initial: int, world: tuple[int, int, int], batch_size: int
 ) -> None:
-    """A run of the original's that goes on with other nodes reads every full step as there, sample by sample."""
+    """A run of the original's that continues with other nodes reads every full step as there, sample by sample."""
     num_samples, num_ranks = 397, world[0] * world[1]
     of_step = num_ranks * batch_size
     for drop in (0, 3 * of_step, 5 * of_step):
@@ -185,7 +185,7 @@ def test_without_shuffle_the_name_of_an_algorithm_asks_for_the_repeats_of_the_or
 
 @given(num_samples=st.integers(1, 200), rows=st.integers(1, 20))
 def test_the_order_without_shuffle_is_that_of_the_original_but_for_its_repeats(num_samples: int, rows: int) -> None:
-    """All columns but the last are the same, so that a state of the original's goes on with the same sample."""
+    """All columns but the last are the same, so that a state of the original's continues with the same sample."""
     even, padded = EvenRows(num_samples=num_samples, num_rows=rows), PaddedRows(num_samples=num_samples, num_rows=rows)
     whole = np.arange(num_samples // rows * rows)
     assert (even.places(whole) == padded.places(whole)).all() or num_samples < rows

@@ -37,7 +37,7 @@ class Without(Callback):
 
 
 def test_metrics_of_a_callback_come_back(trainer: Trainer) -> None:
-    """A metric in an attribute goes on; other attributes are the user's own."""
+    """A metric in an attribute continues; other attributes are the user's own."""
     saved, fresh = Holding(), Holding()
     saved.mean.update(2.0)
     saved.number = 4
@@ -123,7 +123,7 @@ def test_throughput_comes_back(trainer: Trainer, arguments: dict[str, Any], wind
 
 @pytest.mark.parametrize("had", [True, False])
 def test_lengths_that_only_one_of_two_runs_counts_are_named(trainer: Trainer, had: bool) -> None:
-    """A monitor that counts other things than it did goes on with nothing, which would end the run, and says so."""
+    """A monitor that counts other things than it did continues with nothing, which would end the run, and says so."""
     lengths = {"length_fn": len}
     saved, fresh = counting(5, **(lengths if had else {})), counting(0, **({} if had else lengths))
     assert load_callbacks(trainer, {"a": fresh}, callbacks_state(trainer, {"a": saved})) == ["a.lengths"]

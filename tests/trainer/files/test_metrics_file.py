@@ -34,7 +34,7 @@ def written(directory: Path, logged: list[dict[str, float]], *, every: int) -> t
 def test_cut_file_is_the_one_that_was(
     tmp_path_factory: pytest.TempPathFactory, before: list[Any], behind: list[Any], every: int
 ) -> None:
-    """Rows and columns that came behind the cut leave no trace, whatever they were and when they were written."""
+    """Rows and columns that came after the cut leave no trace, whatever they were and when they were written."""
     directory = tmp_path_factory.mktemp("cut")
     expected, columns = written(directory / "one", before, every=every)
     written(directory / "other", before + behind, every=every)
@@ -73,7 +73,7 @@ def test_file_in_a_remote_store() -> None:
 
 
 def test_rows_are_put_back_in_front_of_those_added_since(tmp_path: Path) -> None:
-    """What `cut` dropped comes back with its columns, and rows that came behind the kept ones stay."""
+    """What `cut` dropped comes back with its columns, and rows that came after the kept ones stay."""
     path = tmp_path / "metrics.csv"
     path.write_text("a,b,step\r\n1,,0\r\n2,5,1\r\n3,6,2\r\n", newline="")
     file = MetricsFile(str(path))

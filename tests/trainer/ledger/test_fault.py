@@ -1,4 +1,4 @@
-"""The exception that a drill asks for: where, once, and what a run that meets it goes on from."""
+"""The exception that a drill asks for: where, once, and what a run that meets it continues from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_it_is_raised_at_its_place(hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the step, between backward pass and optimizer's step, or behind the hooks of the batch's end."""
+    """Before the step, between backward pass and optimizer's step, or after the hooks of the batch's end."""
     monkeypatch.setenv(FAULT_VARIABLE, f"1:1:2:{hook}")
     noting, module = Noting(), Net()
     with pytest.raises(DrillFault, match=rf"1:1:2:{hook}.*Nothing is wrong with the script") as raised:
@@ -133,7 +133,7 @@ def test_a_place_is_read_as_it_is_written() -> None:
 def test_each_start_by_a_launcher_has_a_place_of_its_own(
     num_restarts: str, batch: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that torchrun starts anew have the variables of before: of several places each start takes its own."""
+    """Ranks that torchrun starts again have the variables of before: of several places each start takes its own."""
     monkeypatch.setenv(FAULT_VARIABLE, "1:0:1:start,1:0:2:end")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", num_restarts)
     place = read_fault()

@@ -159,11 +159,11 @@ def test_the_first_line_says_what_fit_it_is(usual: Fit) -> None:
 
 
 def test_autosaves_are_there_as_they_are_verified(usual: Fit) -> None:
-    """The first one stands in front of the first batch, the last behind the last; each names its file."""
+    """The first one stands in front of the first batch, the last after the last; each names its file."""
     saved = usual.of("autosave")
     assert usual.events[0] == saved[0]
     assert (saved[0]["epoch"], saved[0]["batch"], saved[0]["text"]) == (0, 0, "before batch 0 of epoch 0")
-    assert saved[-1]["text"] == "behind the end of the fit"
+    assert saved[-1]["text"] == "after the end of the fit"
     assert usual.events[-2] == saved[-1]
     assert "fit-1" in saved[0]["path"]
 

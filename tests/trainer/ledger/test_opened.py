@@ -56,7 +56,7 @@ def test_none_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that changes its directory behind the making of the callback writes where it began."""
+    """A script that changes its directory after the making of the callback writes where it began."""
     monkeypatch.chdir(tmp_path)
     callback = FaultTolerance(tmp_path / "saves", ledger="ledger.jsonl")
     (tmp_path / "elsewhere").mkdir()
@@ -84,7 +84,7 @@ def test_a_line_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 class FailsOnce(Callback):
-    """Raises in the first fit, and again where that is told: the callbacks behind it are not told any more."""
+    """Raises in the first fit, and again where that is told: the callbacks after it are not told any more."""
 
     def __init__(self) -> None:
         self.fails = True
@@ -185,12 +185,12 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
         fit_once(tmp_path, FaultTolerance(tmp_path / "others", ledger=path))
         fit_once(tmp_path, shared)
 
-    for seed in (1, 2):  # the second process resumes behind the end of each: its autosaves are kept
+    for seed in (1, 2):  # the second process resumes after the end of each: its autosaves are kept
         assert run(lambda: (script(), os._exit(0)), seed=seed).exit_code == 0
     fits = read_ledger(path).fits
     assert [fit.number for fit in fits] == [1, 2, 3] * 2
     assert [fit.resumed is None for fit in fits] == [True] * 3 + [False] * 3
-    assert [fit.resumed["text"] for fit in fits if fit.resumed] == ["behind the end of the fit"] * 3
+    assert [fit.resumed["text"] for fit in fits if fit.resumed] == ["after the end of the fit"] * 3
     for one, other in zip(fits[:3], fits[3:], strict=True):
         assert one.end is not None
         assert other.end is not None
@@ -199,7 +199,7 @@ def test_each_fit_of_a_script_has_its_number(tmp_path: Path) -> None:
 
 
 class Noting(Callback):
-    """Notes the attributes of all that a ledger looks at, while a fit runs and behind it."""
+    """Notes the attributes of all that a ledger looks at, while a fit runs and after it."""
 
     def owners(self, trainer: Trainer) -> list[Any]:
         epoch_loop = trainer.fit_loop.epoch_loop
@@ -213,7 +213,7 @@ class Noting(Callback):
 
 @pytest.mark.parametrize("ends", ["well", "by-an-exception"])
 def test_nothing_is_left_behind(ends: str, tmp_path: Path) -> None:
-    """Behind the fit all objects have the attributes that they have behind one without a ledger."""
+    """After the fit all objects have the attributes that they have after one without a ledger."""
 
     class Fails(Net):
         def on_train_epoch_end(self) -> None:
@@ -325,7 +325,7 @@ def test_written_also_where_all_else_is_off(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("is_off")
 def test_switched_off_it_is_closed_by_an_exception(tmp_path: Path) -> None:
-    """Behind an exception nothing is left, and the next fit has a ledger again."""
+    """After an exception nothing is left, and the next fit has a ledger again."""
     callback = FaultTolerance(ledger=tmp_path / "ledger.jsonl")
 
     class Fails(Net):

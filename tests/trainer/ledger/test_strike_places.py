@@ -19,7 +19,7 @@ from tests.runs import fit_net
 
 
 def fit(directory: Path, **options: Any) -> None:
-    """Fit with a ledger, and no autosave of its own behind the first."""
+    """Fit with a ledger, and no autosave of its own after the first."""
     own = FaultTolerance(directory / "saves", ledger=directory / "ledger.jsonl", every_n_train_steps=1000, **options)
     fit_net([own], directory)
 

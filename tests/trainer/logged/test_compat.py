@@ -17,14 +17,14 @@ ON_VALUES = {"_forward_cache", "_update_count", "_computed"}
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """Return a real trainer behind a short fit with validation."""
+    """Return a real trainer after a short fit with validation."""
     directory: Path = tmp_path_factory.mktemp("logged")
     return fit_net([], directory, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
 
 
 @pytest.mark.parametrize("path", SEAMS)
 def test_each_seam_exists(path: str, trainer: Trainer) -> None:
-    """The name is there behind a fit; if a new Lightning drops it, the failure says which feature breaks."""
+    """The name is there after a fit; if a new Lightning drops it, the failure says which feature breaks."""
     found = missing(trainer, path, SEAMS)
     assert found is None, found
 

@@ -286,7 +286,7 @@ def validate(member: Member, num_batches: int, seconds: float) -> bool:
 def test_validation_run_is_stopped_by_all_or_by_none(
     num_batches: list[int], delays: list[int], asked: int, at: int, meets: bool
 ) -> None:
-    """However many batches each rank has: all stop in the run, or all finish it and stop at the boundary behind it."""
+    """However many batches each rank has: all stop in the run, or all finish it and stop at the boundary after it."""
     ranks = Ranks()
     found: dict[int, bool | int] = {}
     collective = threading.Barrier(NUM_RANKS, timeout=60)

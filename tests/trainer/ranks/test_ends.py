@@ -90,7 +90,7 @@ def die() -> None:
 
 
 def assert_goes_on(tmp_path: Path) -> None:
-    """Check that the last autosave is valid, and that two ranks go on from there to their end."""
+    """Check that the last autosave is valid, and that two ranks continue from there to their end."""
     newest = sorted((tmp_path / "autosaves").rglob("autosave-*.ckpt"))[-1]
     load_file(str(newest))
     with RankProcesses(fit_main(tmp_path)) as ranks:
@@ -102,7 +102,7 @@ def assert_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_raises(rank: int, tmp_path: Path) -> None:
-    """Its traceback is printed at once, the other one ends though it waits in a collective, and the run goes on."""
+    """Its traceback is printed at once, the other one ends though it waits in a collective, and the run continues."""
     with RankProcesses(fit_main(tmp_path, Events(rank, "train", 3, raise_error))) as ranks:
         ended = ranks.wait(seconds=20)
     assert [each.exit_code for each in ended] == [1, 1]
@@ -171,7 +171,7 @@ def test_stopped_or_slow_rank_is_not_taken_for_dead(rank: int, tmp_path: Path) -
 
 
 def test_all_ranks_raise(tmp_path: Path) -> None:
-    """Where all raise, none waits for another: each has the time that its teardown takes, and the user may go on."""
+    """Where all raise, none waits for another: each has the time that its teardown takes, and the user may continue."""
 
     def main(rank: int) -> None:
         callbacks = [Events(0, "train", 3, raise_error), Events(1, "train", 3, raise_error)]
@@ -179,7 +179,7 @@ def test_all_ranks_raise(tmp_path: Path) -> None:
             fit_main(tmp_path, *callbacks)(rank)
         time.sleep(BOUND + 1)
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fault-tolerance")] == []
-        print("has gone on", flush=True)
+        print("has continued", flush=True)
 
     with RankProcesses(main) as ranks:
         ended = ranks.wait(seconds=20)
@@ -222,7 +222,7 @@ def test_first_interrupt_of_all_ranks_is_no_second_one(tmp_path: Path) -> None:
     stopped_in_time(ended, 130)
     assert "at once, at the second signal" not in ended[1].output
     for each in ended:  # nobody has failed: each ends in its own time
-        assert "can't go on without it" not in each.output
+        assert "can't continue without it" not in each.output
         assert "could not end by itself" not in each.output
     assert_goes_on(tmp_path)
 
@@ -275,7 +275,7 @@ def test_save_that_does_not_fit_any_more_is_left_out(tmp_path: Path) -> None:
         ended = ranks.wait(seconds=20)
     stopped_in_time(ended)
     assert "There was no time left to save it" in ended[0].output
-    assert "go on before batch 6 of epoch 0" in ended[0].output
+    assert "continue before batch 6 of epoch 0" in ended[0].output
     assert_goes_on(tmp_path)
 
 
@@ -298,13 +298,13 @@ def test_eight_workers_a_rank_leave_the_grace_period_alone(tmp_path: Path) -> No
         ended = ranks.wait(seconds=30)
         assert time.monotonic() - began < 10.0
     stopped_in_time(ended)
-    place = re.search(r"go on before batch (\d+)", ended[0].output)
+    place = re.search(r"continue before batch (\d+)", ended[0].output)
     assert place is not None
     assert int(place[1]) > 3
 
 
 def test_handlers_are_called_and_given_back(tmp_path: Path) -> None:
-    """The user's handlers hear the signal on the rank that has it, and are back behind the fit, with no thread left."""
+    """The user's handlers hear the signal on the rank that has it, and are back after the fit, with no thread left."""
 
     def main(rank: int) -> None:
         heard: list[int] = []

@@ -111,7 +111,7 @@ def saved_step(directory: Path) -> int:
 
 @pytest.mark.parametrize("to", ["rank 1", "all"])
 def test_lightnings_own_launcher(to: str, tmp_path: Path) -> None:
-    """Whoever has the signal: the command ends with its code, saved, and goes on from there.
+    """Whoever has the signal: the command ends with its code, saved, and continues from there.
 
     It does so even where rank 0 takes longer to end than Lightning's observer waits for it: that one looks every 5
     seconds whether another rank has ended with an error, and would kill rank 0.
@@ -134,7 +134,7 @@ def test_lightnings_own_launcher(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["rank 1", "torchrun"])
 def test_torchrun(to: str, tmp_path: Path) -> None:
-    """A signal to a rank, or to torchrun, which passes it on: all is saved, and the next start goes on from there."""
+    """A signal to a rank, or to torchrun, which passes it on: all is saved, and the next start continues from there."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     with launched(tmp_path, *command) as run:
         process_ids = [run.process_id(rank, step=4) for rank in (0, 1)]

@@ -103,7 +103,7 @@ def test_leave_is_no_death(hub: Hub) -> None:
 
 
 def test_death_of_a_process_is_known_once(hub: Hub) -> None:
-    """A rank that is killed is reported, once, behind what it has said; one that stands still is not."""
+    """A rank that is killed is reported, once, after what it has said; one that stands still is not."""
     process_id = os.fork()
     if not process_id:
         line = spoke(hub, 1)

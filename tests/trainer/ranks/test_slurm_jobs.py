@@ -121,7 +121,7 @@ def start_and_signal(job: Job, signum: int, *ranks: int, **arguments: Any) -> li
     [(1, (0,)), pytest.param(2, (0, 1), marks=pytest.mark.slow), pytest.param(2, (1,), marks=pytest.mark.slow)],
 )
 def test_signal_leads_to_a_save_and_a_requeue(num_ranks: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    """The job is saved at the boundary, then queued again by rank 0, once; started again, it goes on there."""
+    """The job is saved at the boundary, then queued again by rank 0, once; started again, it continues there."""
     job = Job(tmp_path, num_ranks=num_ranks)
     ended = start_and_signal(job, signal.SIGUSR1, *ranks)
     assert [each.exit_code for each in ended] == [76] * num_ranks, ended[0].output
@@ -168,7 +168,7 @@ def test_termination_is_a_stop_without_a_requeue(tmp_path: Path) -> None:
     [ended] = start_and_signal(job, signal.SIGTERM, 0)
     assert ended.exit_code == 143
     assert not job.log.exists()
-    assert "go on before batch" in ended.output
+    assert "continue before batch" in ended.output
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_deadline_in_a_validation_run(tmp_path: Path) -> None:
         ended = processes.wait(seconds=20)
     assert time.time() < end + 0.5
     assert [each.exit_code for each in ended] == [75, 75], ended[0].output
-    assert "Stopped by the deadline at the validation run behind batch 2 of epoch 0" in ended[0].output
+    assert "Stopped by the deadline at the validation run after batch 2 of epoch 0" in ended[0].output
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_rank_that_is_lost_when_the_time_is_over(pair: Pair) -> None:
 
 
 def test_error_of_a_look_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
-    """Who looks on goes on looking."""
+    """Who looks on continues looking."""
     watch = Watch(StopSignals([], grace_seconds=1.0))
     seen: list[int] = []
 

@@ -66,7 +66,7 @@ def test_study_in_memory() -> None:
 
 
 def test_study_in_a_database(tmp_path: Path) -> None:
-    """Its trials go on at each start: each has a name, and one that is tried again has that of the first try."""
+    """Its trials continue at each start: each has a name, and one that is tried again has that of the first try."""
     optuna = pytest.importorskip("optuna")
     found: list[tuple[str | None, str | None]] = []
 
