@@ -172,7 +172,7 @@ class RunState:
         trainer, module = self._trainer, self._trainer.lightning_module
         loads: dict[str, Callable[[Any], list[str] | None]] = {
             "callbacks": lambda part: load_callbacks(trainer, named_callbacks(compat.callbacks(trainer)), part),
-            "trainer": self._load_trainer,
+            "trainer": lambda part: _load_trainer_state(trainer, part),
             "flags": lambda part: load_flags(module, part),
             "gradients": self._load_gradients,
             "buffers": lambda part: self._load_buffers(part, state.get("began", {}).get("buffers", {})),
@@ -189,13 +189,6 @@ class RunState:
             if name in state:
                 missing += [f"{PARTS[name]}: nothing to restore {what!r} into" for what in load(state[name]) or ()]
         return missing
-
-    def _load_trainer(self, state: Mapping[str, Any]) -> None:
-        before, self._loaders.holds_back = self._loaders.holds_back, True
-        try:
-            _load_trainer_state(self._trainer, state)
-        finally:
-            self._loaders.holds_back = before
 
     def _load_gradients(self, state: Mapping[str, Any]) -> None:
         reshard(self._trainer)
