@@ -80,7 +80,11 @@ class _Watch(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _BASES:
             return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        others = (
+            finder.find_spec(fullname, path, target)
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        )
         spec = next((found for found in others if found is not None), None)
         if spec is not None and spec.loader is not None:
             _then_derive(spec.loader)

@@ -44,8 +44,8 @@ class Trust:
         """Return why an autosave or a directory of them is not trusted, ``None`` if it is."""
         if self._options.trust_autosaves is not None:
             return None if self._options.trust_autosaves else "trust_autosaves forbids it"
-        inside = os.path.join(local_path(path), METADATA_NAME)
-        return why_not_trusted(inside if not is_url(path) and os.path.exists(inside) else path)
+        reasons = map(why_not_trusted, _files_of(path) or [path])
+        return next((reason for reason in reasons if reason is not None), None)
 
     def is_trusted_series(self, series: AutosaveSeries | None) -> bool:
         """Return whether what is written there is trusted now."""
@@ -112,7 +112,7 @@ class Trust:
             CheckpointError: If the first one can't be loaded.
         """
         if pool and not is_url(path):
-            for place in (path, os.path.join(path, METADATA_NAME)):
+            for place in (path, *_files_of(path)):
                 if os.path.exists(place):
                     os.chmod(place, os.stat(place).st_mode & ~(stat.S_IWGRP | stat.S_IWOTH) & 0o7777)
         if is_first:
@@ -145,6 +145,14 @@ class Trust:
                 " (chmod go-w), if nobody else has."
             )
         unpack(checkpoint, pool, **more)
+
+
+def _files_of(path: str) -> list[str]:
+    """Return the files of an autosave that is a directory."""
+    directory = local_path(path)
+    if is_url(path) or not os.path.exists(os.path.join(directory, METADATA_NAME)):
+        return []
+    return sorted(os.path.join(directory, name) for name in os.listdir(directory))
 
 
 def _refuse_unsafe(checkpoint: Mapping[str, Any], failures: Mapping[str, str]) -> None:

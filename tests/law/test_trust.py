@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.preprocessing import LabelEncoder
 
 from lightning_faulttolerant import FaultTolerance
+from lightning_faulttolerant.checkpoint.autosave_names import METADATA_NAME
 from lightning_faulttolerant.checkpoint.verify import load_file
 from lightning_faulttolerant.cli.command import main as command_line
 from lightning_faulttolerant.state.blobs import blob_to_tensor
 from lightning_faulttolerant.testing import KillAt
+from lightning_faulttolerant.trainer.trust import Trust
 from tests.processes import Ended, run
 from tests.runs import fit_net
 
@@ -375,3 +378,18 @@ def test_showing_it_draws_nothing(private: Path) -> None:
     alone, followed = run(main), run(lambda: main(FaultTolerance(private)))
     line = re.compile(r"weights .*")
     assert line.findall(alone.output) == line.findall(followed.output) != []
+
+
+def test_each_file_of_a_directory_counts(private: Path) -> None:
+    """An autosave that is a directory is trusted if nobody else can write to any file in it; a save sees to that."""
+    directory = private / "autosave"
+    directory.mkdir()
+    for name in (METADATA_NAME, "__0_0.distcp"):
+        (directory / name).write_bytes(b"")
+    options: Any = SimpleNamespace(trust_autosaves=None, strict=True)
+    trust = Trust(options)
+    assert trust.why_not(str(directory)) is None
+    (directory / "__0_0.distcp").chmod(0o666)
+    assert "__0_0.distcp can be written to by everybody" in str(trust.why_not(str(directory)))
+    trust.written({"key": b""}, str(directory), is_first=False)
+    assert trust.why_not(str(directory)) is None
