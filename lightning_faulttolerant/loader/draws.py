@@ -1,4 +1,4 @@
-"""A sampler's draws while it is iterated, so that starting it again gives the same indices though others drew in between.
+"""A sampler's draws in the middle of an epoch: started again, it gives the same indices though others drew in between.
 
 A sampler that draws from a generator which the training draws from too gives other indices when it is started again and
 run through. So the state of such a generator is kept for each batch before which somebody else had moved it, as the
@@ -91,7 +91,7 @@ class DrawLog:
 
 
 def draws_only_at_its_start(sampler: Any) -> bool:
-    """Return whether torch's own code says that `sampler` draws nothing that others draw too while it is iterated."""
+    """Return whether torch's code shows that `sampler` draws nothing in the middle of an epoch that others draw too."""
     if type(sampler) is BatchSampler:
         return draws_only_at_its_start(sampler.sampler)
     if type(sampler) is RandomSampler:

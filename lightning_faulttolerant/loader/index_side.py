@@ -312,8 +312,8 @@ class IndexSide:
 
     def _depends_on_workers(self) -> None:
         message = (
-            f"{type(self._sampler).__name__} draws random numbers while it is iterated, and the number of workers is"
-            " another one than before a resume: torch draws its indices earlier where there are more workers. The"
+            f"{type(self._sampler).__name__} draws random numbers in the middle of an epoch, and the number of workers"
+            " is another one than before a resume: torch draws its indices earlier where there are more workers. The"
             " order of samples would be that of neither run. Resume with as many workers, let the sampler draw only in"
             " its __iter__, or give it a generator of its own and pass strict=False."
         )

@@ -177,7 +177,7 @@ def test_sampler_that_draws_as_it_goes_on_is_refused_with_other_workers() -> Non
         train = DataLoader(NoisyDataset(), batch_size=4, sampler=DrawingSampler(), num_workers=num_workers)
         return fit_net(callbacks, directory, train=train)
 
-    with pytest.raises(NotTheSame, match="draws random numbers while it is iterated, and the number of workers"):
+    with pytest.raises(NotTheSame, match="draws random numbers in the middle of an epoch, and the number of workers"):
         assert_resumes_exactly(fit, [KillAt(5)], options={**OPTIONS, "every_n_train_steps": 1})
 
 
@@ -203,7 +203,7 @@ def test_refused_in_the_next_epoch_too(kills: tuple[int, ...]) -> None:
 
     # Of three runs, the second leaves an autosave of its own, with as many workers as the third.
     faults = [KillAt(kill) for kill in kills]
-    with pytest.raises(NotTheSame, match="draws random numbers while it is iterated, and the number of workers"):
+    with pytest.raises(NotTheSame, match="draws random numbers in the middle of an epoch, and the number of workers"):
         assert_resumes_exactly(fit, faults, options={**OPTIONS, "every_n_train_steps": 1})
 
 
