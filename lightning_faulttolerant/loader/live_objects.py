@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_faulttolerant.loader.objects import goes_by_attributes
+from lightning_faulttolerant.loader.objects import goes_by_attributes, kept_as_now
+from lightning_faulttolerant.loader.own_attributes import TORCHS
 from lightning_faulttolerant.state.differences import digests_of
 from lightning_faulttolerant.state.objects.kinds import Namespace, is_shared, is_walked
 from lightning_faulttolerant.state.objects.libraries import names_in_libraries
@@ -25,12 +26,9 @@ _LOADER, _GLOBALS = "loader", "globals"
 _RUNNING = frozenset({"_queue", "concurrent", "multiprocessing"})
 
 
-_OF_TORCH = frozenset(vars(DataLoader(TensorDataset(torch.empty(1)))))
-
-
 def _left_out(value: Any) -> Collection[str]:
     if isinstance(value, Namespace) and isinstance(value.owner, DataLoader):
-        return _OF_TORCH | names_in_libraries(type(value.owner))
+        return TORCHS | names_in_libraries(type(value.owner))
     return names_in_libraries(type(value))
 
 
@@ -113,15 +111,9 @@ class LiveObjects:
             nodes = {path: content for path, content in state[NODES].items() if id(things.get(path)) in ids}
             self._state.load_state_dict({**state, NODES: nodes})
 
-    @contextmanager
-    def globals_kept(self, *states: Mapping[str, Any]) -> Iterator[None]:
+    def globals_kept(self, *states: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Let what is loaded of globals meanwhile, from some of `at_start`, be as it is now again."""
-        around = [self._globals.values_of(state[_GLOBALS]) for state in states if _GLOBALS in state]
-        try:
-            yield
-        finally:
-            for state in around:
-                self._globals.load_state_dict(state)
+        return kept_as_now(self._globals, [state[_GLOBALS] for state in states if _GLOBALS in state])
 
     def live(self) -> dict[str, Any]:
         """Return the iterators, threads, and queues that the next iteration may continue from, by path."""
@@ -159,7 +151,7 @@ def _is_live(value: Any) -> bool:
 
 def _is_users(name: str) -> bool:
     """Return whether an attribute of a torch loader is neither torch's nor Lightning's."""
-    return name not in _OF_TORCH and not name.startswith("__")
+    return name not in TORCHS and not name.startswith("__")
 
 
 def _is_no_part(value: Any) -> bool:

@@ -6,7 +6,7 @@ when they were made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,17 @@ def _is_trained(value: Any) -> bool:
     return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
+@contextmanager
+def kept_as_now(objects: ObjectState, states: Iterable[Mapping[str, Any]]) -> Iterator[None]:
+    """Let what is loaded of these states meanwhile be as it is now again."""
+    now = [objects.values_of(state) for state in states]
+    try:
+        yield
+    finally:
+        for state in now:
+            objects.load_state_dict(state)
+
+
 def of_workers_in(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `LoaderObjects.of_workers` would have given, of what `of_start` did."""
     return {name: state for name, state in states.items() if name == _DATASET}
@@ -157,9 +168,5 @@ class LoaderObjects:
         if self.owed_memory:
             self._shared.load_state_dict(self.owed_memory)
             self.owed_memory = {}
-        states = [self._copied.values_of(states[_DATASET]) for states in moments if _DATASET in states]
-        try:
+        with kept_as_now(self._copied, [states[_DATASET] for states in moments if _DATASET in states]):
             yield
-        finally:
-            for state in states:
-                self._copied.load_state_dict(state)

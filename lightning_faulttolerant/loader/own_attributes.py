@@ -16,11 +16,15 @@ TRACKER = "fault_tolerance_tracker"
 """The attribute of a followed loader that holds its tracker."""
 
 
+TORCHS = frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
+"""The attributes that torch gives to every loader."""
+
+
 @functools.cache
 def names_of_makers(maker: type[DataLoader[Any]]) -> frozenset[str]:
     """Return the attributes of a loader that are torch's, or torchdata's: every name that their methods use."""
     methods = (value for base in maker.__mro__ for value in vars(base).values())
-    return names_in_code(methods) | frozenset(dir(maker)) | frozenset(vars(DataLoader([0])))  # type: ignore[arg-type]
+    return names_in_code(methods) | frozenset(dir(maker)) | TORCHS
 
 
 def names_of_others(kind: type[DataLoader[Any]]) -> frozenset[str]:
@@ -49,25 +53,26 @@ def sharing(names: frozenset[str], owner_of: Callable[[Any], Any]) -> dict[str, 
         owner_of: Returns that object; ``None`` as long as there is none.
     """
 
-    def is_shared(self: Any, name: str) -> bool:
-        return name not in names and not name.startswith("__") and owner_of(self) is not None
+    def owner_for(self: Any, name: str) -> Any:
+        return None if name in names or name.startswith("__") else owner_of(self)
 
     def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807 - they become methods
-        if name not in names and not name.startswith("__"):
-            owner = owner_of(self)
-            if owner is not None and name in vars(owner):
-                return vars(owner)[name]
+        owner = owner_for(self, name)
+        if owner is not None and name in vars(owner):
+            return vars(owner)[name]
         return object.__getattribute__(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:  # noqa: N807
-        if is_shared(self, name):
-            setattr(owner_of(self), name, value)
+        owner = owner_for(self, name)
+        if owner is not None:
+            setattr(owner, name, value)
         else:
             DataLoader.__setattr__(self, name, value)
 
     def __delattr__(self: Any, name: str) -> None:  # noqa: N807
-        if is_shared(self, name):
-            delattr(owner_of(self), name)
+        owner = owner_for(self, name)
+        if owner is not None:
+            delattr(owner, name)
         object.__delattr__(self, name)
 
     return {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__}

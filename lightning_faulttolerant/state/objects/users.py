@@ -61,7 +61,7 @@ def is_detached(variables: Mapping[str, Any]) -> bool:
     path = variables.get("__file__")
     if not isinstance(path, str):  # of a notebook
         return bool(name == _MAIN)
-    return not is_installed(path) and not path.startswith(_OWN_DIRECTORY)
+    return is_users_file(path)
 
 
 def is_detached_class(kind: type) -> bool:
