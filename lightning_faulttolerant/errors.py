@@ -137,7 +137,7 @@ class AdvancedTooFarError(SamplerError):
 
 
 class TrainingStopped(SystemExit):
-    """The run was stopped from outside after its state was saved; nothing behind ``fit`` runs.
+    """The run was stopped from outside after its state was saved; nothing after ``fit`` runs.
 
     It is a ``SystemExit``, so that the process ends with the exit code that its surroundings expect
     (128 + the signal's number: 143 for SIGTERM, 130 for SIGINT; 75 for a deadline; 76 if a SLURM job is queued again)

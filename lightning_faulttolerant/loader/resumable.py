@@ -60,7 +60,7 @@ class ResumableDataLoader(DataLoader[T]):
     and does what it owes at the end of an epoch, as the uninterrupted one. Taken after that loop, it begins the next
     epoch. A loop that was left by ``break`` resumes after its last batch, but for an epoch that `end_epoch` has ended.
 
-    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` continues rightly.
+    `epoch` says how many epochs have ended, so that ``for epoch in range(loader.epoch, num_epochs)`` is right.
     With several ranks each has a state of its own.
 
     Args:
@@ -69,7 +69,7 @@ class ResumableDataLoader(DataLoader[T]):
         worker_rng: ``"capture"`` saves the random states of the workers; ``"per_sample"`` seeds the generators before
             each sample of a map-style data set, so that its draws don't depend on the number of workers.
         seed: What the samples are seeded from with ``worker_rng="per_sample"``; by default the seed that torch has.
-            Give two loaders two seeds, lest they draw the same numbers.
+            Give two loaders two seeds, or they draw the same numbers.
         snapshot_every_n_steps: Accepted for code written for torchdata's ``StatefulDataLoader``; it has no effect.
         state: A state to continue from, as by `load_state_dict`.
         **kwargs: Further arguments of ``DataLoader``.

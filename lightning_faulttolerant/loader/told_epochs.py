@@ -48,7 +48,7 @@ class ToldEpochs:
 
     @contextlib.contextmanager
     def unheard(self) -> Iterator[None]:
-        """Let the samplers be set to epochs as they are, by whom has to do with states."""
+        """Let the code that handles states set the samplers' epochs as they are."""
         for told in self._told:
             told.is_heard = False
         try:

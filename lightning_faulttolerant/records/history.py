@@ -50,7 +50,7 @@ STOPPED = "stopped by "
 
 FILE_NAME = "history.jsonl"
 DEFAULT_FOLDER = "fault_tolerance"
-"""Where runs are kept, below the Trainer's directory, by whom no other place was named."""
+"""Where runs are kept, below the Trainer's directory, if no other place is given."""
 ALIVE_EVERY_SECONDS = (1.0, 10.0)
 """At least and at most."""
 ALIVE_EVERY_SHARE = 0.1

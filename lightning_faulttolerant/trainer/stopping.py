@@ -170,7 +170,7 @@ class Stopping:
         if job_end is not None and job_end <= time.time():
             rank_zero_warn(
                 f"{slurm.END_TIME_VARIABLE} says that this job's time was over {time.time() - job_end:.0f} seconds ago,"
-                " and it still runs: the variable is of another job, or the time was extended. It is not minded."
+                " and it still runs: the variable is of another job, or the time was extended. It is ignored."
             )
             job_end = None
         return min((at for at in (self._options.deadline, job_end) if at is not None), default=None)

@@ -1,4 +1,4 @@
-"""What a run says of itself, beside what Lightning says, for whom the level of our logger allows it."""
+"""What a run says of itself, beside what Lightning says, if the level of our logger allows it."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def first_parameters(callback: ModelPruning) -> dict[int, nn.Parameter]:
 
 
 def removes_masks(callback: ModelPruning) -> bool:
-    """Return whether a ModelPruning leaves no masks behind the fit."""
+    """Return whether a ModelPruning leaves no masks after the fit."""
     return callback._make_pruning_permanent
 
 

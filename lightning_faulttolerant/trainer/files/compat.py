@@ -185,7 +185,7 @@ def go_on_in_csv(logger: CSVLogger, columns: list[str]) -> None:
     """Let a logger add to the metrics of its version; those that it was about to add elsewhere are dropped."""
     before = logger._experiment
     writer: ExperimentWriter = _GoesOn(log_dir=logger.log_dir)
-    writer.__class__ = ExperimentWriter  # nothing of ours stays behind
+    writer.__class__ = ExperimentWriter  # nothing of ours stays
     writer.metrics_keys = list(columns)
     if isinstance(before, ExperimentWriter):
         writer.hparams.update(before.hparams)

@@ -310,12 +310,12 @@ def end_of_window(place: int, *, boundary: int, batch: int, num_batches: int, le
     Args:
         place: The number of a boundary.
         boundary: The number of one that was seen before.
-        batch: The batch of the epoch behind that one.
+        batch: The batch of the epoch after that one.
         num_batches: How many the epoch has, 0 if that is not known.
         length: How many batches a window has.
     """
-    behind = batch + place - boundary
-    if num_batches and behind >= num_batches:
+    following = batch + place - boundary
+    if num_batches and following >= num_batches:
         return place
-    end = place + -behind % length
+    end = place + -following % length
     return min(end, boundary + num_batches - batch) if num_batches else end
