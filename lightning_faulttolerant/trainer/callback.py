@@ -53,7 +53,7 @@ class FaultTolerance(AnyCallback):
             not, and the last autosave stays.
         deadline: When the run has to have ended: a ``datetime``, local if it has no time zone, or a ``timedelta`` from
             now on, or a string of either, such as ``2026-12-31 18:30:00`` and ``4:00:00``. It stops and saves before,
-            with exit code 75. ``SLURM_JOB_END_TIME`` is minded in any case; the earlier of the two counts.
+            with exit code 75. ``SLURM_JOB_END_TIME`` always counts, too; the earlier of the two counts.
         save_on_exception: Save the last capture if an exception ends the run before any parameter has moved since.
         auto_resume: Whether to continue from autosaves of this run; if not, they are set aside.
         strict: Whether what can't be captured or restored exactly is an error rather than a warning.
