@@ -189,12 +189,12 @@ class _Processes:
     def wait(self, timeout_seconds: float) -> int:
         deadline = self._time.seconds() + timeout_seconds
         while self.running:
-            for process_id in list(self.running):
-                done, status = os.waitpid(process_id, os.WNOHANG)
-                if done:
-                    _kill(process_id, os.killpg)  # workers that outlive a killed process
-                    self.running.remove(process_id)
-                    self._note(os.waitstatus_to_exitcode(status))
+            ended = self._take_ended()
+            if ended:
+                # The one that was looked at first may have failed since another had: look at all again, and a signal
+                # comes from outside, where a code may be the answer to it.
+                for exit_code in sorted([*ended, *self._take_ended()], key=lambda code: code >= 0):
+                    self._note(exit_code)
             if self._time.seconds() > deadline:
                 self._tell_where()
                 raise TimeoutError(f"A run did not end within {timeout_seconds:g} seconds.")
@@ -202,6 +202,17 @@ class _Processes:
                 self.kill()
             time.sleep(0.005)
         return self._failure
+
+    def _take_ended(self) -> list[int]:
+        """Forget the processes that have ended, and return their exit codes."""
+        exit_codes = []
+        for process_id in list(self.running):
+            done, status = os.waitpid(process_id, os.WNOHANG)
+            if done:
+                _kill(process_id, os.killpg)  # workers that outlive a killed process
+                self.running.remove(process_id)
+                exit_codes.append(os.waitstatus_to_exitcode(status))
+        return exit_codes
 
     def _tell_where(self) -> None:
         """Let all processes, and the workers of their loaders, print the stacks of their threads in turn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,3 +55,20 @@ def test_a_machine_that_stood_still_is_not_held_against_them(tmp_path: Path, mon
 
     monkeypatch.setattr(processes.time, "monotonic", monotonic)
     assert run_ranks(main, outputs=[tmp_path / "0.txt"], seed=1, timeout_seconds=30) == 0
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_signal_is_the_cause_where_another_fails_before_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: int
+) -> None:
+    """A rank whose neighbor was killed ends with a code of its own, maybe before anyone has looked."""
+    until_all_have_ended = 1.0
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds, sleep=time.sleep: sleep(until_all_have_ended))
+
+    def main(rank: int) -> None:
+        if rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit(1)
+
+    outputs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    assert run_ranks(main, outputs=outputs, seed=1, timeout_seconds=30) == -signal.SIGKILL
