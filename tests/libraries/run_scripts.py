@@ -5,12 +5,14 @@ and the file for the output; it answers with the exit code. It runs in the envir
 """
 
 import ast
+import atexit
 import contextlib
 import importlib
 import json
 import os
 import secrets
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -33,7 +35,11 @@ def _run(script: Path, start: dict) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     path = Path(start["directory"]) / script.name
     main.__file__ = str(path)
-    exec(compile(path.read_text(), str(path), "exec"), vars(main))
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), vars(main))
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()  # W&B ends its run there
 
 
 def main() -> None:

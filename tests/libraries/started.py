@@ -51,28 +51,28 @@ class Script:
     """A script in a directory of its own, and the process from which its starts are forked.
 
     Args:
-        name: Of a file in ``scripts/``.
+        source: The script; each start gets a copy.
         root: Where the directory is made.
     """
 
-    def __init__(self, name: str, root: Path) -> None:
-        self._name, self._root, self._directory = name, root, root / "run"
-        self._directory.mkdir()
+    def __init__(self, source: Path, root: Path) -> None:
+        self._source, self._root, self.directory = source, root, root / "run"
+        self.directory.mkdir()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PL_", "PYTEST_"))}
         own = {
             "PYTHONPATH": IMPORTED_FROM,
             "OMP_NUM_THREADS": "1",
             "HOME": str(root),
-            "PWD": str(self._directory),
+            "PWD": str(self.directory),
             "TQDM_DISABLE": "1",
         }
         self._popen = subprocess.Popen(
-            [PYTHON, HERE / "run_scripts.py", HERE / "scripts" / name],
+            [PYTHON, HERE / "run_scripts.py", source],
             env={**inherited, **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=self._directory,
+            cwd=self.directory,
             start_new_session=True,
         )
         self._num_starts = 0
@@ -80,21 +80,21 @@ class Script:
     def start(self, **variables: str) -> Started:
         """Run the script to its end, with more variables in its environment."""
         self._num_starts += 1
-        shutil.copy(HERE / "scripts" / self._name, self._directory)
+        shutil.copy(self._source, self.directory)
         record, output = (self._root / f"{self._num_starts}.{suffix}" for suffix in ("jsonl", "txt"))
         environment = {"RECORD": str(record), "INTERRUPT": "", **variables}
-        asked = {"directory": str(self._directory), "variables": environment, "output": str(output)}
+        asked = {"directory": str(self.directory), "variables": environment, "output": str(output)}
         print(json.dumps(asked), file=self._popen.stdin, flush=True)
         assert self._popen.stdout is not None
         code = self._popen.stdout.readline()
-        assert code, f"{self._name} can't be started"
+        assert code, f"{self._source} can't be started"
         lines = record.read_text().splitlines() if record.exists() else []
         weights = [json.loads(line)["weights"] for line in lines]
         return Started(exit_code=int(code), weights=weights, output=output.read_text())
 
     def forget(self) -> None:
         """Remove all that the starts have written."""
-        for path in self._directory.iterdir():
+        for path in self.directory.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def close(self) -> None:
@@ -107,10 +107,10 @@ class Script:
 
 
 @contextlib.contextmanager
-def script(name: str, root: Path) -> Iterator[Script]:
+def script(source: Path, root: Path) -> Iterator[Script]:
     """Give a script, and end its process."""
     assert PYTHON.exists(), "the environment of the libraries is missing: make libraries"
-    found = Script(name, root)
+    found = Script(source, root)
     try:
         yield found
     finally:
@@ -122,7 +122,7 @@ def assert_continues(name: str, root: Path) -> None:
 
     It is stopped by SIGTERM after 5 batches, killed by SIGKILL after 5 more, and then comes to its end.
     """
-    with script(name, root) as started:
+    with script(HERE / "scripts" / name, root) as started:
         plain = started.start()
         assert plain.exit_code == 0, plain.output
         assert len(plain.weights) > 10, plain.output

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.libraries.started import IMPORTED_FROM, PROTECTED, PYTHON
+from tests.libraries.started import PROTECTED, PYTHON, Script, script
 from tests.libraries.wandb_server import wandb_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import os, signal, sys, time
-import torch
+import mlflow, torch, wandb
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 from torch.utils.data import DataLoader
@@ -53,7 +53,7 @@ logger = {
     "offline": lambda: WandbLogger(project="p", offline=True),
     "file": lambda: MLFlowLogger(experiment_name="e", save_dir="mlruns"),
     "sqlite": lambda: MLFlowLogger(experiment_name="e", tracking_uri="sqlite:///mlflow.db"),
-}[sys.argv[1]]()
+}[os.environ["LOGGER"]]()
 trainer = Trainer(max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=[Fault()], enable_progress_bar=False)
 data = torch.randn(10, 4)
 trainer.fit(Net(), DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=5))
@@ -68,35 +68,33 @@ histories = {key: client.get_metric_history(run.info.run_id, key) for key in sor
 points = {key: sorted((point.step, point.value) for point in history) for key, history in histories.items()}
 print(json.dumps([run.info.status, run.data.params, points]))
 """
-VARIABLES = {
-    **PROTECTED,
-    "PYTHONPATH": IMPORTED_FROM,
-    "RECORD": os.devnull,
-    "OMP_NUM_THREADS": "1",
-    "MLFLOW_ALLOW_FILE_STORE": "true",
-}
 # A kill before W&B has sent anything, one after it has, a stop.
 FAULTS = ["9 3 0", "9 6 16", "15 8 0"]
 
 
-def train(kind: str, directory: Path, faults: list[str], **environment: str) -> list[str]:
-    """Run the script once for each fault, and once more; return what each process has printed."""
-    script = directory / "train.py"
-    script.write_text(SCRIPT)
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    """The process that has imported what the script imports."""
+    root = tmp_path_factory.mktemp("trackers")
+    source = root / "train.py"
+    source.write_text(SCRIPT)
+    with script(source, root) as found:
+        yield found
+
+
+def train(started: Script, logger: str, directory: Path, faults: list[str], **environment: str) -> None:
+    """Run the script in a directory once for each fault, and once more."""
+    started.directory = directory
+    directory.mkdir(exist_ok=True)
+    variables = {**PROTECTED, "MLFLOW_ALLOW_FILE_STORE": "true", **environment, "LOGGER": logger}
     outputs = []
     for fault in [*faults, "0 -1 0"]:
-        ended = subprocess.run(
-            [str(PYTHON), "train.py", kind],
-            cwd=directory,
-            env={**os.environ, **VARIABLES, **environment, "FAULT": fault},
-            capture_output=True,
-            text=True,
-        )
+        ended = started.start(**variables, FAULT=fault)
         code = {"9": -9, "15": 143, "0": 0}[fault.split()[0]]
-        assert ended.returncode == code, ended.stderr
-        outputs.append(ended.stderr)
+        assert ended.exit_code == code, ended.output
+        outputs.append(ended.output)
     assert all("Resumed exactly" in output for output in outputs[1:]), outputs
-    return outputs
+    assert logger != "offline" or "W&B is offline" in outputs[-1]
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
@@ -104,23 +102,21 @@ def without_times(rows: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
     return [{name: row[name] for name in row if name not in ("_timestamp", "_runtime")} for row in rows]
 
 
-def test_wandb_online(tmp_path: Path) -> None:
+def test_wandb_online(tmp_path: Path, started: Script) -> None:
     """The server has one run, and each of its rows is the uninterrupted run's."""
     found = []
     for name, faults in (("whole", []), ("killed", FAULTS)):
-        (tmp_path / name).mkdir()
         with wandb_server() as server:
-            train("wandb", tmp_path / name, faults, **server.environment)
+            train(started, "wandb", tmp_path / name, faults, **server.environment)
             [run] = server.runs.values()
         found.append((run["state"], without_times(run["rows"])))
     assert found[1] == found[0]
     assert len(found[0][1]) >= 12
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_offline(tmp_path: Path, started: Script) -> None:
     """Each start has a directory of its own with the same id, and `wandb sync` makes one run of them."""
-    outputs = train("offline", tmp_path, ["15 3 0", "15 8 0"])
-    assert "W&B is offline" in outputs[-1]
+    train(started, "offline", tmp_path, ["15 3 0", "15 8 0"])
     directories = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({path.name.rpartition("-")[2] for path in directories}) == 1
     assert len(directories) == 3
@@ -133,16 +129,14 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["file:mlruns", "sqlite:///mlflow.db"])
-def test_mlflow(uri: str, tmp_path: Path) -> None:
+def test_mlflow(uri: str, tmp_path: Path, started: Script) -> None:
     """The store has one run, finished, with the points of the uninterrupted one."""
     found = []
     for name, faults in (("whole", []), ("killed", ["9 3 0", "9 6 0", "15 8 0"])):
-        (tmp_path / name).mkdir()
-        train(uri.partition(":")[0], tmp_path / name, faults)
+        train(started, uri.partition(":")[0], tmp_path / name, faults)
         command = [str(PYTHON), "-c", LOOK, uri]
-        looked = subprocess.run(
-            command, cwd=tmp_path / name, env={**os.environ, **VARIABLES}, check=True, capture_output=True, text=True
-        )
+        variables = {**os.environ, "MLFLOW_ALLOW_FILE_STORE": "true"}
+        looked = subprocess.run(command, cwd=tmp_path / name, env=variables, check=True, capture_output=True, text=True)
         found.append(json.loads(looked.stdout))
     assert found[1] == found[0]
     status, _, points = found[0]

@@ -9,7 +9,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_faulttolerant.testing import KillAt, assert_resumes_exactly
 from lightning_faulttolerant.trainer import bases, serving
 from lightning_faulttolerant.trainer.environment import VARIABLE
 from tests import runs
+from tests.harness.bare import Started, Starter, starter
 from tests.processes import run
 
 pytorch_lightning: Any = sys.modules["pytorch_lightning"]
@@ -66,74 +67,88 @@ if __name__ == "__main__":
 MADE = "from lightning_faulttolerant import FaultTolerance\nmade = FaultTolerance(every_n_train_steps=1)"
 
 
-def start(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in its directory, as a user does."""
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Starter]:
+    """Starts scripts: forked, from a process that has imported neither package."""
+    with starter() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def result_of_plain(scripts: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """What the script prints without the callback, by package."""
+
+    @functools.cache
+    def result(package: str) -> str:
+        script = tmp_path_factory.mktemp("plain") / "script.py"
+        script.write_text(SCRIPT.format(first="", last="", package=package, callbacks="None", more=""))
+        done = scripts.start(script)
+        assert done.exit_code == 0, done.output
+        return done.line("RESULT")
+
+    return result
+
+
+def start_as_users(script: Path, **environment: str) -> Started:
+    """Run a script in its directory: a process of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", script.name],
+    done = subprocess.run(
+        [sys.executable, script.name],
         cwd=script.parent,
-        env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
+        env={**clean, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
         check=False,
     )
-
-
-def told(done: subprocess.CompletedProcess[str], what: str) -> str:
-    """What a script printed after a word."""
-    return next(line for line in done.stdout.splitlines() if line.startswith(what))
-
-
-@functools.cache
-def result_of_plain(package: str) -> str:
-    """What the script prints without the callback."""
-    with tempfile.TemporaryDirectory() as directory:
-        script = Path(directory) / "script.py"
-        script.write_text(SCRIPT.format(first="", last="", package=package, callbacks="None", more=""))
-        done = start(script)
-    assert done.returncode == 0, done.stderr
-    return told(done, "RESULT")
+    return Started(exit_code=done.returncode, output=done.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("order", ["first", "last", "single", "variable"])
-def test_script_of_either_package(package: str, order: str, tmp_path: Path) -> None:
+def test_script_of_either_package(
+    package: str, order: str, tmp_path: Path, scripts: Starter, result_of_plain: Callable[[str], str]
+) -> None:
     """Stopped and killed it ends as the uninterrupted one, and the other package is never imported.
 
-    Also where the callback is made before the package is imported, where it is the only one, and by the variable.
+    Also where the callback is made before the package is imported, where it is the only one, and by the variable: that
+    one is started as a user does.
     """
     first, last = (MADE, "") if order == "first" else ("", "" if order == "variable" else MADE)
     callbacks = {"single": "made", "variable": "None"}.get(order, "[made]")
     text = SCRIPT.format(first=first, last=last, package=package, callbacks=callbacks, more="")
     script = tmp_path / "script.py"
     script.write_text(text)
+    start = start_as_users if order == "variable" else scripts.start
     switch = {VARIABLE: "1"} if order == "variable" else {}
     stopped = start(script, **switch, AT="3", SIGNUM=str(int(signal.SIGTERM)))
-    assert stopped.returncode == 143, stopped.stderr
+    assert stopped.exit_code == 143, stopped.output
     if order != "variable":  # its first autosave is all that it has of so short a run
-        assert start(script, **switch, AT="7", SIGNUM=str(int(signal.SIGKILL))).returncode == -signal.SIGKILL
+        assert start(script, AT="7", SIGNUM=str(int(signal.SIGKILL))).exit_code == -signal.SIGKILL
     ended = start(script, **switch)
-    assert told(ended, "RESULT") == result_of_plain(package), ended.stderr
-    assert told(ended, "LOADED") == f"LOADED {[package.partition('.')[0]]}"
-    assert "Resumed exactly" in ended.stderr
+    assert ended.exit_code == 0, ended.output
+    assert ended.line("RESULT") == result_of_plain(package), ended.output
+    assert ended.line("LOADED") == f"LOADED {[package.partition('.')[0]]}"
+    assert "Resumed exactly" in ended.output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_ranks_that_lightning_makes(strategy: str, tmp_path: Path) -> None:
+def test_ranks_that_lightning_makes(strategy: str, tmp_path: Path, scripts: Starter) -> None:
     """Two ranks in processes that Lightning makes, to which the callback travels, resume after one is killed."""
     script = tmp_path / "script.py"
     more = f', devices=2, strategy="{strategy}"'
     script.write_text(SCRIPT.format(first=MADE, last="", package=OTHER, callbacks="[made]", more=more))
-    whole = start(script, PL_FAULT_TOLERANT_TRAINING="0")
-    assert whole.returncode == 0, whole.stderr
-    assert start(script, AT="3", SIGNUM=str(int(signal.SIGKILL))).returncode != 0
-    ended = start(script)
-    assert told(ended, "RESULT") == told(whole, "RESULT"), ended.stderr
-    assert told(ended, "LOADED") == "LOADED ['pytorch_lightning']"
-    assert "Resumed exactly" in ended.stderr
+    whole = scripts.start(script, PL_FAULT_TOLERANT_TRAINING="0")
+    assert whole.exit_code == 0, whole.output
+    assert scripts.start(script, AT="3", SIGNUM=str(int(signal.SIGKILL))).exit_code != 0
+    ended = scripts.start(script)
+    assert ended.exit_code == 0, ended.output
+    assert ended.line("RESULT") == whole.line("RESULT"), ended.output
+    assert ended.line("LOADED") == "LOADED ['pytorch_lightning']"
+    assert "Resumed exactly" in ended.output
 
 
 def test_callback_is_one_of_both_packages() -> None:

@@ -82,23 +82,33 @@ def _of_classes(roots: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 _found: tuple[int, Any, list[tuple[str, types.ModuleType]]] = (0, None, [])
+_whose: dict[str, tuple[Any, bool]] = {}
+"""Of each name in `sys.modules` what was there, and whether that is the user's."""
 
 
 def _users_modules() -> list[tuple[str, types.ModuleType]]:
-    """Return them; there are thousands of modules, so they are only looked through when others were imported."""
-    global _found
+    """Return them; there are thousands of modules, so each is only looked at once."""
+    global _found, _whose
     num_modules, main = len(sys.modules), sys.modules.get("__main__")
     if _found[0] != num_modules or _found[1] is not main:
+        _whose = {name: _looked_at(name, module) for name, module in list(sys.modules.items())}
         _found = (num_modules, main, list(_search()))
     return _found[2]
 
 
+def _looked_at(name: str, module: Any) -> tuple[Any, bool]:
+    known = _whose.get(name)
+    if known is not None and known[0] is module:
+        return known
+    return module, isinstance(module, types.ModuleType) and is_users_module(module)
+
+
 def _search() -> Iterator[tuple[str, types.ModuleType]]:
     seen: set[int] = set()
-    main = sys.modules.get("__main__")
-    for name, module in list(sys.modules.items()):
-        if name == "__mp_main__" and main is not None and main is not module and is_users_module(main):
+    main, is_mains = _whose.get("__main__", (None, False))
+    for name, (module, is_users) in _whose.items():
+        if name == "__mp_main__" and main is not module and is_mains:
             continue  # the main module of before somebody put another one in its place (runpy, a debugger)
-        if isinstance(module, types.ModuleType) and id(module) not in seen and is_users_module(module):
+        if is_users and id(module) not in seen:
             seen.add(id(module))
             yield "__main__" if name == "__mp_main__" else name, module
