@@ -13,7 +13,9 @@ EXTRAS := dev,demo
 JOBS ?= 3
 # More arguments for pytest: make test PYTEST_ARGS="-k rng -x", or some files: make test PYTEST_ARGS=tests/loader
 PYTEST_ARGS ?=
-SUITE = python -m tests.harness.run -q -j $(JOBS)
+# Up to how many tests that fail are run once more, alone; those that pass are named. The CI sets it.
+AGAIN ?= 0
+SUITE = python -m tests.harness.run -q -j $(JOBS) --again $(AGAIN)
 
 BIN := .venv/bin
 BUILD := .venv-build/installed.stamp

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from lightning_faulttolerant.testing.traces import NotTheSame
+
 RECORDED = Path(__file__).parent.parent / "durations.json"
 LIMIT_SECONDS = 10.0
 """A fast test that takes longer fails, unless its mark gives the reason: ``@pytest.mark.takes_long("why")``."""
@@ -27,6 +29,8 @@ class Report:
 
     outcomes: dict[str, int] = field(default_factory=dict)
     not_passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """The tests of `not_passed` that may be run again: none in which a resumed run differed from the whole one."""
     seconds: float = 0.0
     shortest: str = ""
     """The test that took least, of those that took long enough to have run a training."""
@@ -53,7 +57,10 @@ class Reporter:
         if report.when == "call" or outcome in ("skipped", "error"):
             self._count(outcome)
         if report.failed:
-            self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s){_reason(report)}")
+            reason = _reason(report)
+            self._report.not_passed.append(f"{report.nodeid} ({report.duration:.0f} s){reason}")
+            if NotTheSame.__name__ not in reason:
+                self._report.failed.append(report.nodeid)
         if (
             report.when == "call"
             and report.passed

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -126,21 +126,28 @@ class Suite:
         num_jobs: How many.
         options: pytest's, for each file; with ``-x`` the first failure ends all.
         directory: Where its processes leave what they leave.
+        num_again: Up to so many tests that fail are run once more, alone: one that passes then is unstable, and no
+            failure. A resumed run that differs from the whole one is a failure all the same.
     """
 
-    def __init__(self, *, num_jobs: int, options: list[str], directory: Path) -> None:
+    def __init__(self, *, num_jobs: int, options: list[str], directory: Path, num_again: int = 0) -> None:
         self._num_jobs = num_jobs
+        self._num_again = num_again
         self._options = options
         self._stops_at_failure = not {"-x", "--exitfirst"}.isdisjoint(options)
         self._directory = directory
         self._running: list[FileRun] = []
+        self._paths: dict[str, str] = {}
         self.reports: dict[str, durations.Report] = {}
-        self.failures: list[str] = []
+        self.failures: dict[str, str] = {}
         """The files that failed, with all that they printed."""
+        self.unstable: list[str] = []
+        """The tests that failed and passed alone, with the reasons."""
 
     def run(self, files: dict[str, list[str]]) -> None:
         """Run them in this order."""
         try:
+            self._paths = {file: arguments[0].partition("::")[0] for file, arguments in files.items()}
             # No `for`: a line in one that leads to a fit says that its script runs several.
             waiting = list(enumerate(files.items()))[::-1]
             while waiting:
@@ -154,10 +161,36 @@ class Suite:
                 self._running.append(run)
             while self._running and not self._has_to_stop():
                 self._wait()
+            self._run_again()
         finally:
             for run in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(run.process_id, signal.SIGKILL)
+
+    def _run_again(self) -> None:
+        """Run what failed once more, one file at a time, if it is little."""
+        failed = {file: self.reports[file] for file in self.failures}
+        num_failed = sum(len(report.not_passed) for report in failed.values())
+        if num_failed > self._num_again or any(len(each.failed) < len(each.not_passed) for each in failed.values()):
+            return
+        for number, (file, before) in enumerate(failed.items()):
+            if not before.failed:  # the file did not come to its end
+                continue
+            output = self.failures.pop(file)
+            names = [f"{self._paths[file]}::{nodeid.partition('::')[2]}" for nodeid in before.failed]
+            run = FileRun(file=file, arguments=names, directory=self._directory / f"again-{number}")
+            run.start(self._options)
+            self._running.append(run)
+            self._wait()
+            after = self.reports[file]
+            if after.outcomes != {"passed": len(before.failed)}:
+                self.failures[file] = output
+                self.reports[file] = before
+                continue
+            self.unstable += before.not_passed
+            passed = before.outcomes.get("passed", 0) + len(before.failed)
+            outcomes = {**before.outcomes, "passed": passed, "failed": 0, "error": 0}
+            self.reports[file] = replace(before, outcomes=outcomes, not_passed=[], failed=[])
 
     def _has_to_stop(self) -> bool:
         return self._stops_at_failure and bool(self.failures)
@@ -174,7 +207,7 @@ class Suite:
         # pytest writes a report also where a file has no tests, so that one without is never well.
         if report is None or (not report.outcomes and exit_code not in (0, _NO_TESTS)):
             print(f"{run.file}: ended with exit code {exit_code}, after {seconds:.0f} s", flush=True)
-            self.failures.append(run.output)
+            self.failures[run.file] = run.output
             self.reports[run.file] = durations.Report(outcomes={"error": 1}, seconds=seconds)
             return
         if not report.outcomes:
@@ -183,7 +216,7 @@ class Suite:
         print(f"{run.file}: {describe(report.outcomes)} in {seconds:.1f} s", flush=True)
         if exit_code not in (0, _NO_TESTS):
             print("".join(f"    not passed: {nodeid}\n" for nodeid in report.not_passed), end="", flush=True)
-            self.failures.append(run.output)
+            self.failures[run.file] = run.output
 
 
 def describe(outcomes: dict[str, int]) -> str:
@@ -225,6 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=2, help="how many files at a time")
     parser.add_argument("-m", dest="mark", default="", help="as pytest's")
+    parser.add_argument("--again", type=int, default=0, help="up to how many failed tests are run once more, alone")
     parser.add_argument("--record-durations", action="store_true", help="write tests/durations.json")
     arguments, rest = parser.parse_known_args()
     began = time.monotonic()
@@ -238,7 +272,7 @@ def main() -> int:
     kind = "slow" if arguments.mark == "slow" else "fast"
     with _directory() as directory:
         _get_ready()
-        suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory)
+        suite = Suite(num_jobs=arguments.jobs, options=options, directory=directory, num_again=arguments.again)
         suite.run({file: files[file] for file in durations.longest_first(files, kind)})
     if arguments.record_durations:
         durations.record(suite.reports, kind)
@@ -257,12 +291,14 @@ def _get_ready() -> None:
 
 
 def _print_summary(suite: Suite, seconds: float) -> None:
-    for output in suite.failures:
+    for output in suite.failures.values():
         print(f"\n{output}")
     slowest = sorted(suite.reports.items(), key=lambda item: -item[1].seconds)[:10]
     if seconds > 60:
         print("\nslowest files:")
         print("".join(f"{report.seconds:8.1f} s  {file}\n" for file, report in slowest))
+    for nodeid in suite.unstable:
+        print(f"unstable, failed and passed alone: {nodeid}")
     total: Counter[str] = Counter()
     for report in suite.reports.values():
         total.update(report.outcomes)
